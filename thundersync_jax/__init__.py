@@ -1,0 +1,1 @@
+"""ThunderSync: exact, streamed reinforcement learning of language models."""
