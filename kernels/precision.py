@@ -1,0 +1,66 @@
+"""The one place that decides in which precision a matrix product runs.
+
+'float32' keeps f32 operands really f32 (TPUs and GPUs otherwise round them);
+f64 operands stay f64. 'bfloat16' casts both operands and accumulates in f32,
+and does the same to both transposed products of the backward pass: with an
+f32 cotangent they would run as f32 products, where most of the time goes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def einsum(
+  spec: str,  # two operands; each index of one is in the other or the output
+  a: jax.Array,
+  b: jax.Array,
+  *,
+  compute_dtype: str,  # 'float32' or 'bfloat16'
+) -> jax.Array:  # f32, or f64 when an operand is and compute_dtype is float32
+  """jnp.einsum of two operands with operands cast as the module says.
+
+  Raises:
+    ValueError: an unknown compute_dtype.
+  """
+  if compute_dtype == 'bfloat16':
+    return _einsum_bf16(spec, a, b)
+  if compute_dtype != 'float32':
+    raise ValueError(
+      f'compute_dtype={compute_dtype!r} must be float32 or bfloat16'
+    )
+  dtype = functools.reduce(jnp.promote_types, (a.dtype, b.dtype, jnp.float32))
+  return jnp.einsum(
+    spec,
+    a.astype(dtype),
+    b.astype(dtype),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum_bf16(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(
+    spec,
+    a.astype(jnp.bfloat16),
+    b.astype(jnp.bfloat16),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _einsum_bf16_fwd(spec, a, b):
+  # b is kept as it came: a weight is alive anyway, its cast would be a copy.
+  return _einsum_bf16(spec, a, b), (a, b)
+
+
+def _einsum_bf16_bwd(spec, residuals, cotangent):
+  a, b = residuals
+  operands, out = spec.split('->')
+  left, right = operands.split(',')
+  grad_a = _einsum_bf16(f'{out},{right}->{left}', cotangent, b)
+  grad_b = _einsum_bf16(f'{left},{out}->{right}', a, cotangent)
+  return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
+
+
+_einsum_bf16.defvjp(_einsum_bf16_fwd, _einsum_bf16_bwd)
