@@ -46,13 +46,15 @@ EXTRAS = {
     *QUICKSTART,
     *MATHS,
     'hypothesis>=6.100',  # random arrival orders and shapes
-    'pytest>=8',
+    'pytest>=8',  # the runner
     'pytest-timeout>=2.3',  # a hanging test fails and names itself
     'ruff>=0.12',  # linter and formatter
     'setuptools>=64',  # the packaging test builds a wheel offline
     'wheel>=0.43',  # needed by setuptools before 70.1
   ],
-  'parity': ['torch>=2.6'],  # live comparison with transformers' own models
+  'parity': [
+    'torch>=2.6',  # live comparison with the models of transformers
+  ],
 }
 
 KERNELS = setuptools.find_packages('kernels')
