@@ -29,7 +29,9 @@ REQUIRES = [
   'tensorflow-datasets>=4.9.9',  # versioned prompt sets (no TensorFlow)
   'tokenizers>=0.23.1',  # a tokenizer built from the tables of a GGUF file
   'tqdm>=4.66',  # progress bar
-  'transformers>=5',  # tokenizers and model configs without torch
+  # Older ones fail where the repository's root, with its kernels/, is on the
+  # path: they take the version of a library of that name for granted.
+  'transformers>=5.18',  # tokenizers and model configs without torch
 ]
 
 MATHS = [
