@@ -25,7 +25,7 @@ REQUIRES = [
   'optax>=0.2.5',  # optimizers, schedules, global-norm clip
   'orbax-checkpoint>=0.11.30',  # atomic checkpoints
   'safetensors>=0.8',  # Hugging Face weights without torch
-  'tensorboardX>=2.6.2',  # event files without TensorFlow
+  'tensorboardX>=2.6.2.2',  # event files without TensorFlow
   'tensorflow-datasets>=4.9.9',  # versioned prompt sets (no TensorFlow)
   'tokenizers>=0.23.1',  # a tokenizer built from the tables of a GGUF file
   'tqdm>=4.66',  # progress bar
@@ -49,7 +49,7 @@ EXTRAS = {
     *MATHS,
     'hypothesis>=6.100',  # random arrival orders and shapes
     'pytest>=8',  # the runner
-    'pytest-timeout>=2.3',  # a hanging test fails and names itself
+    'pytest-timeout>=2.3.1',  # a hanging test fails and names itself
     'ruff>=0.12',  # linter and formatter
     'setuptools>=64',  # the packaging test builds a wheel offline
     'wheel>=0.43',  # needed by setuptools before 70.1
