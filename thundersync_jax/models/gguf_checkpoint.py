@@ -209,14 +209,13 @@ def _with_llama3_scaling(
   scaling = families.RopeScaling('llama3', float(divisors[-1]))
   scaled = dataclasses.replace(config, rope_scaling=scaling)
   plain = dataclasses.replace(config, rope_scaling=None)
-  expected = transformer.rope_frequencies(plain) / transformer.rope_frequencies(
-    scaled
-  )
-  if expected.shape != divisors.shape or not np.allclose(
-    divisors, expected, rtol=1e-4
-  ):
+  frequencies = transformer.rope_frequencies
+  expected = frequencies(plain) / frequencies(scaled)
+  same_size = divisors.shape == expected.shape
+  if not same_size or not np.allclose(divisors, expected, rtol=1e-4):
+    found = [round(divisor, 3) for divisor in divisors.tolist()]
     raise ValueError(
-      f'{path}: {_ROPE_FREQS} {np.round(divisors, 3).tolist()} is not '
-      f'{scaling}; load the Hugging Face directory of this model instead'
+      f'{path}: {_ROPE_FREQS} {found} is not {scaling}; load the '
+      'Hugging Face directory of this model instead'
     )
   return scaled
