@@ -1,0 +1,28 @@
+"""Task families, one a file, behind the protocol of base.Environment.
+
+To add a family: write a module with a base.TaskFamily (how its tasks are drawn
+and how its environment is made) and give it a line in ENVIRONMENTS.
+"""
+
+from thundersync_jax.envs import base, maths, reasoning, toy
+
+ENVIRONMENTS: dict[str, base.TaskFamily] = {
+  'reasoning_gym': reasoning.FAMILY,
+  'maths': maths.FAMILY,
+  'toy': toy.FAMILY,
+  'toy_guess': toy.GUESS_FAMILY,
+}
+
+
+def task_family(name: str) -> base.TaskFamily:
+  """The family of that name.
+
+  Raises:
+    ValueError: if there is none; the message lists those that exist.
+  """
+  if name not in ENVIRONMENTS:
+    raise ValueError(
+      f'environment={name!r} does not exist; choose one of '
+      f'{sorted(ENVIRONMENTS)}'
+    )
+  return ENVIRONMENTS[name]
