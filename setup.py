@@ -21,6 +21,7 @@ REQUIRES = [
   'jinja2>=3.1',  # chat templates: transformers imports it, undeclared
   'matplotlib>=3.9',  # curve.png and timeline.png
   'ml-collections>=1.1',  # locked configs and their command-line flags
+  'ml_dtypes>=0.5',  # bfloat16 on the host, for safetensors in and out
   'numpy>=2',  # host arrays of trajectories
   'optax>=0.2.5',  # optimizers, schedules, global-norm clip
   'orbax-checkpoint>=0.11.30',  # atomic checkpoints
