@@ -39,6 +39,18 @@ def einsum(
   )
 
 
+def rounded(x: jax.Array, *, compute_dtype: str) -> jax.Array:
+  """x with the values that `einsum` would read, in f32 or wider.
+
+  For products written out by hand. A pair of casts would not do: XLA may drop
+  it as excess precision.
+  """
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  if compute_dtype != 'bfloat16' or x.dtype == jnp.bfloat16:
+    return wide
+  return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _einsum_bf16(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.einsum(

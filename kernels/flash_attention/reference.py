@@ -3,7 +3,7 @@
 The packed form works through blocks of queries and keeps, for the backward
 pass, only the output and the logsumexp of each query (arXiv 2205.14135); a
 block of scores lives while it is used. A block reads the keys up to its own
-end only, so half of the square is never computed.
+end only, so almost half of the square is never computed.
 """
 
 import functools
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from thundersync_jax.kernels import precision
 
-_QUERY_BLOCK = 512
+# On CPU 128 queries a block take half the time of 1024: scores stay in cache.
+_QUERY_BLOCK = 128
+_MAX_BLOCKS = 16  # blocks are unrolled: bounds the size of the program
 
 
 def packed_attention(q, k, v, segment_ids, branch_ids, compute_dtype):
@@ -23,14 +25,33 @@ def packed_attention(q, k, v, segment_ids, branch_ids, compute_dtype):
 
 def cached_attention(q, k, v, positions, compute_dtype):
   """See api.cached_attention."""
-  b, t, n, h = q.shape
+  grouped = _group(q, k.shape[2])
   visible = jnp.arange(k.shape[1]) <= positions[:, :, None]
-  scores = _scores(_group(q, k.shape[2]), k, visible, compute_dtype)
-  probs = jax.nn.softmax(scores, axis=-1)
-  out = precision.einsum(
-    'bktgs,bskh->btkgh', probs, v, compute_dtype=compute_dtype
-  )
-  return out.reshape(b, t, n, h)
+  if q.shape[1] == 1:
+    return _decode(grouped, k, v, visible, compute_dtype).reshape(q.shape)
+  outs = []
+  for start, stop in _blocks(q.shape[1]):
+    scores = _scores(
+      grouped[:, start:stop], k, visible[:, start:stop], compute_dtype
+    )
+    outs.append(_attend(scores, v, compute_dtype)[0])
+  return jnp.concatenate(outs, axis=1).reshape(q.shape)
+
+
+def _decode(q, k, v, visible, compute_dtype):  # [B, 1, K, G, H]
+  """One query a row, by products and sums: 1.2-1.5 x faster than a CPU matmul.
+
+  Rounds where the matmuls of `_scores` and `_attend` do, so that bf16 sampling
+  and training see the same numbers.
+  """
+  rounded = functools.partial(precision.rounded, compute_dtype=compute_dtype)
+  scores = (rounded(q) * rounded(k)[:, :, :, None]).sum(axis=-1)
+  scores = jnp.where(visible[:, 0, :, None, None], scores, _lowest(scores))
+  peak = jax.lax.stop_gradient(scores.max(axis=1, keepdims=True))
+  weights = jnp.exp(scores - peak)
+  values = rounded(v)[:, :, :, None]
+  out = (rounded(weights)[..., None] * values).sum(axis=1)
+  return (out / weights.sum(axis=1)[..., None])[:, None]
 
 
 def _group(q: jax.Array, kv_heads: int) -> jax.Array:  # [B, T, K, G, H]
@@ -39,12 +60,26 @@ def _group(q: jax.Array, kv_heads: int) -> jax.Array:  # [B, T, K, G, H]
   return (q * h**-0.5).reshape(b, t, kv_heads, n // kv_heads, h)
 
 
+def _lowest(scores):
+  return jnp.finfo(scores.dtype).min / 2
+
+
 def _scores(q, k, visible, compute_dtype):  # [B, K, T, G, S]
   scores = precision.einsum(
     'btkgh,bskh->bktgs', q, k, compute_dtype=compute_dtype
   )
-  hidden = jnp.finfo(scores.dtype).min / 2
-  return jnp.where(visible[:, None, :, None, :], scores, hidden)
+  return jnp.where(visible[:, None, :, None, :], scores, _lowest(scores))
+
+
+def _attend(scores, v, compute_dtype):
+  """The output [B, T, K, G, H] and the logsumexp [B, K, T, G, 1]."""
+  peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+  weights = jnp.exp(scores - peak)
+  total = weights.sum(axis=-1, keepdims=True)
+  out = precision.einsum(
+    'bktgs,bskh->bktgh', weights, v, compute_dtype=compute_dtype
+  )
+  return (out / total).swapaxes(1, 2), peak + jnp.log(total)
 
 
 def _visible(segment_ids, branch_ids, start, stop):  # bool[B, stop-start, stop]
@@ -57,9 +92,10 @@ def _visible(segment_ids, branch_ids, start, stop):  # bool[B, stop-start, stop]
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
+  """Start and stop of the blocks of queries, whole _QUERY_BLOCKs each."""
+  size = _QUERY_BLOCK * -(-length // (_QUERY_BLOCK * _MAX_BLOCKS))
   return [
-    (start, min(start + _QUERY_BLOCK, length))
-    for start in range(0, length, _QUERY_BLOCK)
+    (start, min(start + size, length)) for start in range(0, length, size)
   ]
 
 
@@ -78,14 +114,9 @@ def _packed_fwd(q, k, v, segment_ids, branch_ids, compute_dtype):
       _visible(segment_ids, branch_ids, start, stop),
       compute_dtype,
     )
-    peak = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    out = precision.einsum(
-      'bktgs,bskh->bktgh', weights, v[:, :stop], compute_dtype=compute_dtype
-    )
-    outs.append((out / total).swapaxes(1, 2))
-    logsums.append(peak + jnp.log(total))
+    out, logsum = _attend(scores, v[:, :stop], compute_dtype)
+    outs.append(out)
+    logsums.append(logsum)
   out = jnp.concatenate(outs, axis=1).reshape(q.shape)
   return out, (q, k, v, segment_ids, branch_ids, out, tuple(logsums))
 
@@ -98,7 +129,8 @@ def _packed_bwd(compute_dtype, residuals, cotangent):
   # sum_s p_s dp_s of each query, from the output instead of the scores.
   inner = (cotangent * out.reshape(grouped.shape)).sum(axis=-1)
   inner = inner.swapaxes(1, 2)[..., None]
-  grad_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
+  grad_q = []
+  grad_k = grad_v = jnp.zeros(k.shape, out.dtype)
   for (start, stop), logsum in zip(_blocks(q.shape[1]), logsums, strict=True):
     block_q, block_g = grouped[:, start:stop], cotangent[:, start:stop]
     keys, values = k[:, :stop], v[:, :stop]
@@ -114,7 +146,14 @@ def _packed_bwd(compute_dtype, residuals, cotangent):
       einsum('bktgs,btkgh->bskh', probs, block_g)
     )
   grad_q = jnp.concatenate(grad_q, axis=1).reshape(q.shape)
-  return grad_q * q.shape[-1] ** -0.5, grad_k, grad_v, None, None
+  grad_q = grad_q * q.shape[-1] ** -0.5
+  return (
+    grad_q.astype(q.dtype),
+    grad_k.astype(k.dtype),
+    grad_v.astype(v.dtype),
+    None,
+    None,
+  )
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
