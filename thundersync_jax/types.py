@@ -32,6 +32,11 @@ class Turn:
   finish_reason: str
 
   def __post_init__(self):
+    if self.behaviour_logprobs is None:
+      raise ValueError(
+        'behaviour_logprobs=None: record them while sampling; they cannot be '
+        'replaced by the learner\'s own'
+      )
     lengths = {
       name: len(getattr(self, name))
       for name in (
@@ -98,6 +103,15 @@ class Trajectory:
   @property
   def truncated(self) -> bool:
     return bool(self.turns) and self.turns[-1].finish_reason != 'stop'
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """A trajectory and what its loss entries are multiplied by."""
+
+  trajectory: Trajectory
+  advantage: float = 0.0
+  reward: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Pure maths on arrays: advantages, aggregation, losses."""

@@ -1,0 +1,1 @@
+"""Host side of the stream: queue, scheduler, accumulators. Knows types only."""

@@ -1,0 +1,229 @@
+"""The parts of a run, from its config. Drivers put them to work.
+
+Each function reads one or two blocks of the config and names the block in its
+errors. Shapes that the config leaves out are derived from its length limits.
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from thundersync_jax.envs import prompt_sets, task_family, worker_pool
+from thundersync_jax.learner import gradient_stream, optimizer, packing
+from thundersync_jax.learner import learner as learner_lib
+from thundersync_jax.models import pretrained
+from thundersync_jax.objectives import advantages, aggregation, losses
+from thundersync_jax.rollout import agent as agent_lib
+from thundersync_jax.rollout import engine as engine_lib
+from thundersync_jax.types import Sampling
+
+SCHEDULES = ('sync', 'thundersync', 'async')
+
+
+def check(config: ConfigDict) -> None:
+  """Refuses settings that contradict each other, before anything is loaded.
+
+  Raises:
+    ValueError: naming the values and the fix.
+  """
+  choose('schedule', config.schedule, SCHEDULES)
+  choose('estimator.name', config.estimator.name, advantages.ESTIMATORS)
+  choose(
+    'estimator.aggregation',
+    config.estimator.aggregation,
+    aggregation.AGGREGATIONS,
+  )
+  choose('stream.sums_on', config.stream.sums_on, ('device', 'host'))
+  task_family(config.task.family)
+  scope = advantages.ESTIMATORS[config.estimator.name].scope
+  if config.estimator.resample_zero_variance:
+    if scope != 'group':
+      raise ValueError(
+        f'estimator.resample_zero_variance needs groups, but '
+        f'estimator.name={config.estimator.name!r} has scope {scope!r}'
+      )
+    if config.schedule == 'async':
+      raise ValueError(
+        'estimator.resample_zero_variance=True with schedule=async: prompts of '
+        'later steps are on their way already; use sync or thundersync'
+      )
+  if config.schedule == 'async' and config.stream.max_staleness < 1:
+    raise ValueError(
+      f'stream.max_staleness={config.stream.max_staleness} with '
+      'schedule=async must be at least 1; schedule=sync has staleness 0'
+    )
+  if config.schedule == 'async' and config.objective.loss == 'on_policy':
+    raise ValueError(
+      'objective.loss=on_policy with schedule=async ignores the ratio to the '
+      'behaviour_logprobs: use ppo_clip'
+    )
+
+
+def choose(name: str, value: str, table):
+  """Returns the table's entry, or raises an error that lists what exists."""
+  if value not in table:
+    raise ValueError(f'{name}={value!r} does not exist: {sorted(table)}')
+  return table[value] if isinstance(table, dict) else value
+
+
+def max_staleness(config: ConfigDict) -> int:
+  """Steps that a token may be older than the parameters that train on it."""
+  return config.stream.max_staleness if config.schedule == 'async' else 0
+
+
+def model(config: ConfigDict) -> pretrained.Pretrained:
+  """Loads the weights; the compute settings are the config's."""
+  block = config.model
+  loaded = pretrained.load(block.source)
+  compute = {'compute_dtype': block.compute_dtype, 'remat': block.remat}
+  return dataclasses.replace(
+    loaded, config=dataclasses.replace(loaded.config, **compute)
+  )
+
+
+def prompts(config: ConfigDict, data_dir) -> dict[str, prompt_sets.PromptSet]:
+  """Writes the task's data set, or finds it, and opens both folds."""
+  task = config.task
+  sizes = {'train': task.train_prompts, 'test': task.test_prompts}
+  path = prompt_sets.build(
+    'prompts',
+    task_family(task.family),
+    sizes,
+    seed=config.seed,
+    args=task.args.to_dict(),
+    data_dir=data_dir,
+  )
+  return {
+    fold: prompt_sets.PromptSet(path, fold, config.seed) for fold in sizes
+  }
+
+
+def sampling(config: ConfigDict) -> Sampling:
+  """How training trajectories are sampled."""
+  block = config.rollout
+  return Sampling(block.temperature, block.top_k, block.top_p)
+
+
+def agent(
+  config: ConfigDict,
+  loaded: pretrained.Pretrained,
+  mesh: Mesh,
+  pool: worker_pool.WorkerPool,
+  timeline=None,
+) -> agent_lib.Agent:
+  """An engine and the turn loop around it."""
+  block = config.rollout
+  context = block.max_context
+  if context > loaded.config.max_context:
+    raise ValueError(
+      f'rollout.max_context={context} exceeds the {loaded.config.max_context} '
+      f'tokens of the model {config.model.source}'
+    )
+  engine = engine_lib.Engine(
+    loaded.config,
+    mesh,
+    slots=block.slots,
+    chunk=block.chunk,
+    max_context=context,
+    cache_buckets=block.cache_buckets or doubling(64, context),
+    prompt_buckets=block.prompt_buckets
+    or doubling(32, block.max_prompt_tokens),
+    stop_ids=sorted(loaded.tokenizer.stop_ids),
+    seed=config.seed,
+    sampling=sampling(config),
+    dtype=block.weights_dtype,
+    timeline=timeline,
+  )
+  family = task_family(config.task.family)
+  args = config.task.args.to_dict()
+  limits = agent_lib.Limits(
+    block.max_turn_tokens, block.max_trajectory_tokens, block.max_turns
+  )
+  make = lambda: family.make(**args)
+  return agent_lib.Agent(engine, loaded.tokenizer, make, pool, limits, timeline)
+
+
+def shapes(config: ConfigDict) -> tuple[packing.Shape, ...]:
+  """The shapes of packed batches: every row count with every row length."""
+  block = config.rollout
+  rows = config.learner.rows
+  lengths = tuple(zip(config.learner.row_tokens, config.learner.row_targets))
+  if not lengths:
+    one = block.max_trajectory_tokens
+    whole = block.group_size * one
+    single = (round_up(block.max_context), round_up(one))
+    group = (round_up(block.max_prompt_tokens + whole), round_up(whole))
+    lengths = (single, max(single, group))
+  longest = max(tokens for tokens, _ in lengths)
+  if longest < block.max_context:
+    raise ValueError(
+      f'learner.row_tokens={config.learner.row_tokens}: the longest must be at '
+      f'least rollout.max_context={block.max_context}'
+    )
+  return tuple(
+    packing.Shape(count, *length)
+    for count in rows
+    for length in sorted(set(lengths))
+  )
+
+
+def learner(
+  config: ConfigDict, loaded: pretrained.Pretrained, mesh: Mesh
+) -> learner_lib.Learner:
+  """The learner's programs."""
+  block = config.objective
+  objective = learner_lib.Objective(
+    # One step a batch on data of the same parameters: the ratio is 1.
+    loss=block.loss if config.schedule == 'async' else 'on_policy',
+    clip_low=block.clip_low,
+    clip_high=block.clip_high,
+    kl_coef=block.kl_coef,
+    kl_estimator=block.kl_estimator,
+    temperature=config.rollout.temperature,
+  )
+  return learner_lib.Learner(
+    loaded.config,
+    objective,
+    optimizer.make(config.optimizer, config.steps),
+    mesh,
+    shapes=shapes(config),
+    sums_on_host=config.stream.sums_on == 'host',
+  )
+
+
+def plan(config: ConfigDict) -> gradient_stream.Plan:
+  """How gradients stream under the config's schedule."""
+  granularity = config.stream.granularity
+  if config.schedule == 'sync':
+    granularity = 'batch'
+  waits = config.objective.loss in losses.SIGN_DEPENDENT
+  if config.schedule == 'async' and waits and granularity == 'trajectory':
+    granularity = 'group'  # the clip needs the sign of the advantage
+  block = config.estimator
+  return gradient_stream.Plan(
+    advantages.ESTIMATORS[block.name],
+    aggregation.AGGREGATIONS[block.aggregation],
+    granularity,
+    constant_tokens=block.constant_tokens
+    or config.rollout.max_trajectory_tokens,
+    mask_truncated=block.mask_truncated,
+    drop_zero_variance=block.resample_zero_variance,
+    max_open_groups=config.stream.max_open_groups,
+    max_open_bytes=config.stream.max_open_bytes,
+    max_buckets=config.stream.max_buckets,
+  )
+
+
+def round_up(size: int, multiple: int = 8) -> int:
+  """The next multiple."""
+  return -(-size // multiple) * multiple
+
+
+def doubling(first: int, last: int) -> tuple[int, ...]:
+  """first, 2 first, 4 first, ... up to last, which is rounded up to 8."""
+  sizes = []
+  while first < last:
+    sizes.append(first)
+    first *= 2
+  return (*sizes, round_up(last))

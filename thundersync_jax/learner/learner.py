@@ -1,0 +1,404 @@
+"""Gradients of packed batches into sums, and the step that uses them.
+
+  accumulate   sink += grad sum_n c_n f(log pi_n), with c the weights times
+               batch   the advantage (minus the KL term)   final work
+               score   1: the score gradient               known, content work
+               reward  the reward                          affine known work
+  apply_step   params <- optax(sum / denominator), once, at the barrier
+
+Sums are those of an objective to be maximised; apply_step turns the sign.
+Every program is compiled ahead for its shape and sinks, so that a steady run
+cannot recompile.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import Mesh
+
+from thundersync_jax import mesh as mesh_lib
+from thundersync_jax.kernels.token_logprobs import api as token_logprobs
+from thundersync_jax.learner import packing
+from thundersync_jax.models import families, transformer
+from thundersync_jax.objectives import losses
+from thundersync_jax.streaming.accumulators import Arithmetic
+from thundersync_jax.types import Batch, WeightedSum
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """What is maximised, token by token.
+
+  Attributes:
+    loss: name in losses.LOSSES.
+    clip_low, clip_high: of the ratio, for ppo_clip.
+    kl_coef: weight of the KL to the reference; 0 needs no reference.
+    kl_estimator: name in losses.KL_ESTIMATORS.
+    temperature: that the tokens were sampled at.
+  """
+
+  loss: str = 'on_policy'
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  kl_coef: float = 0.0
+  kl_estimator: str = 'k3'
+  temperature: float = 1.0
+
+  def __post_init__(self):
+    for value, table in (
+      (self.loss, losses.LOSSES),
+      (self.kl_estimator, losses.KL_ESTIMATORS),
+    ):
+      if value not in table:
+        raise ValueError(f'{value!r} does not exist; choose from {list(table)}')
+    if self.temperature <= 0:
+      raise ValueError(
+        f'temperature={self.temperature} must be above 0 for training: greedy '
+        'rollouts have no spread to learn from'
+      )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LearnerState:
+  """Master parameters (f32, stacked), optimizer state, steps taken (i32)."""
+
+  params: Tree
+  opt_state: Tree
+  step: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+  """Sums over the loss entries of a step.
+
+  Attributes:
+    logprob_diff_max: largest |learner - rollout| log-probability.
+    entropy: of the policy, nats a token.
+    kl: to the reference, nats a token.
+    clipped: share of entries whose gradient the clip removes.
+  """
+
+  logprob_diff_max: jax.Array
+  entropy: WeightedSum
+  kl: WeightedSum
+  clipped: WeightedSum
+
+  @classmethod
+  def zeros(cls) -> 'Stats':
+    empty = WeightedSum(np.float32(0), np.float32(0))
+    return cls(np.float32(0), empty, empty, empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchGradient:
+  """What the barrier hands to apply_step.
+
+  Attributes:
+    total: sum over the step's loss entries.
+    denominator: see objectives/aggregation.py.
+    policy_versions: of every token in it.
+  """
+
+  total: Tree
+  denominator: float
+  policy_versions: frozenset[int]
+
+
+def entry_logprobs(
+  config: families.ModelConfig, params: Tree, batch: Batch, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns log-probabilities and entropies of the loss entries, f32[B, N]."""
+  hidden = transformer.forward(
+    config,
+    params,
+    batch.tokens,
+    batch.positions,
+    batch.segment_ids,
+    batch.branch_ids,
+  )
+  rows = jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
+  logprobs, entropy = token_logprobs.token_logprobs(
+    rows.reshape(-1, rows.shape[-1]),
+    transformer.head(params),
+    batch.targets.reshape(-1),
+    temperature=temperature,
+    compute_dtype=config.compute_dtype,
+  )
+  shape = batch.targets.shape
+  return logprobs.reshape(shape), entropy.reshape(shape)
+
+
+def batch_sums(
+  config: families.ModelConfig,
+  objective: Objective,
+  params: Tree,
+  ref_params: Tree | None,
+  batch: Batch,
+) -> tuple[dict[str, jax.Array], Stats]:
+  """Returns the sums that sinks take gradients of, and statistics."""
+  logprobs, entropy = entry_logprobs(
+    config, params, batch, objective.temperature
+  )
+  weights = batch.weights.astype(logprobs.dtype)
+  clip = {'clip_low': objective.clip_low, 'clip_high': objective.clip_high}
+  behaviour, advantages = batch.behaviour_logprobs, batch.advantages
+  terms = losses.LOSSES[objective.loss](logprobs, behaviour, advantages, **clip)
+  kl = jnp.zeros_like(logprobs)
+  if ref_params is not None:
+    ref_logprobs, _ = entry_logprobs(
+      config, ref_params, batch, objective.temperature
+    )
+    estimate = losses.KL_ESTIMATORS[objective.kl_estimator]
+    kl = estimate(logprobs, jax.lax.stop_gradient(ref_logprobs))
+    terms = terms - objective.kl_coef * kl
+  sums = {
+    'batch': jnp.sum(weights * terms),
+    'score': jnp.sum(weights * logprobs),
+    'reward': jnp.sum(weights * batch.rewards * logprobs),
+  }
+
+  real = (batch.weights > 0).astype(jnp.float32)
+  count = real.sum()
+  over_real = lambda x: WeightedSum((real * x).sum().astype(real.dtype), count)
+  clipped = jnp.zeros_like(real)
+  if objective.loss == 'ppo_clip':
+    clipped = losses.clipped_mask(logprobs, behaviour, advantages, **clip)
+  difference = jnp.where(real > 0, jnp.abs(logprobs - behaviour), 0)
+  stats = Stats(
+    difference.max().astype(real.dtype),
+    over_real(entropy),
+    over_real(kl),
+    over_real(clipped),
+  )
+  return sums, jax.lax.stop_gradient(stats)
+
+
+def accumulate(
+  config: families.ModelConfig,
+  objective: Objective,
+  params: Tree,
+  ref_params: Tree | None,
+  batch: Batch,
+  sinks: dict[str, Tree],
+  stats: Stats,
+) -> tuple[dict[str, Tree], Stats]:
+  """Adds a batch's gradients to sinks and its statistics to stats."""
+
+  def wanted(params):
+    sums, new = batch_sums(config, objective, params, ref_params, batch)
+    return {name: sums[name] for name in sinks}, new
+
+  sums, pull, new = jax.vjp(wanted, params, has_aux=True)
+  for name, sink in sinks.items():
+    one = {k: jnp.asarray(k == name, s.dtype) for k, s in sums.items()}
+    (gradient,) = pull(one)
+    sinks = sinks | {name: jax.tree.map(jnp.add, sink, gradient)}
+  return sinks, Stats(
+    jnp.maximum(stats.logprob_diff_max, new.logprob_diff_max),
+    stats.entropy + new.entropy,
+    stats.kl + new.kl,
+    stats.clipped + new.clipped,
+  )
+
+
+def apply_gradient(
+  optimizer: optax.GradientTransformation,
+  state: LearnerState,
+  total: Tree,
+  denominator: jax.Array,
+) -> tuple[LearnerState, jax.Array]:
+  """One optimizer step; returns the new state and the norm before the clip."""
+  gradient = jax.tree.map(lambda g: -g / denominator, total)
+  updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  norm = optax.global_norm(gradient)
+  return LearnerState(params, opt_state, state.step + 1), norm
+
+
+class Learner:
+  """Compiled programs of one model and objective on one mesh.
+
+  Args:
+    config: the model.
+    objective: what is maximised.
+    optimizer: see optimizer.py.
+    mesh: the learner's devices.
+    shapes: of packed batches.
+    sums_on_host: keep the sums of open groups in host memory.
+  """
+
+  def __init__(
+    self,
+    config: families.ModelConfig,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    shapes: tuple[packing.Shape, ...],
+    sums_on_host: bool = False,
+  ):
+    self.config = config
+    self.objective = objective
+    self.shapes = shapes
+    self.num_compiled = 0
+    self._optimizer = optimizer
+    self._mesh = mesh
+    self._sums_on_host = sums_on_host
+    self._programs = {}
+    abstract = jax.eval_shape(
+      functools.partial(transformer.init, config), jax.random.key(0)
+    )
+    self._shardings = mesh_lib.tree_shardings(
+      mesh, abstract, transformer.logical_axes(config)
+    )
+    self._replicated = mesh_lib.sharding(mesh)
+    self._add_scaled = jax.jit(
+      lambda acc, scale, tree: jax.tree.map(
+        lambda a, x: a + scale.astype(x.dtype) * x, acc, tree
+      ),
+      donate_argnums=0,
+    )
+    self._apply = jax.jit(
+      functools.partial(apply_gradient, optimizer), donate_argnums=(0, 1)
+    )
+
+  def init_state(self, params: Tree) -> LearnerState:
+    """Places parameters on the mesh and makes an optimizer state for them."""
+    params = self.place(params)
+    opt_state = jax.jit(self._optimizer.init)(params)
+    step = jax.device_put(np.int32(0), self._replicated)
+    # What optax makes from nothing (counters) lands on one device.
+    opt_state = jax.tree.map(self._on_mesh, opt_state)
+    return LearnerState(params, opt_state, step)
+
+  def place(self, params: Tree) -> Tree:
+    """Copies a parameter tree to the mesh."""
+    return jax.device_put(params, self._shardings)
+
+  def arithmetic(self, params: Tree) -> Arithmetic:
+    """What the accumulators need."""
+    cpu = jax.local_devices(backend='cpu')[0]
+    zeros = self._zeros(params)
+    on_host = self._sums_on_host
+    return Arithmetic(
+      zeros=zeros,
+      add_scaled=lambda acc, scale, tree: self._add_scaled(
+        acc, np.asarray(scale), tree
+      ),
+      park=lambda t: jax.device_put(t, cpu) if on_host else t,
+      unpark=lambda t: jax.device_put(t, self._shardings) if on_host else t,
+      nbytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+    )
+
+  def accumulate(
+    self,
+    params: Tree,
+    ref_params: Tree | None,
+    batch: Batch,
+    sinks: Mapping[str, Tree],
+    stats: Stats,
+  ) -> tuple[dict[str, Tree], Stats]:
+    """Runs `accumulate` for a batch of one of the shapes; sinks are donated."""
+    args = self._args(params, ref_params, batch, sinks, stats)
+    return self._find(args)(*args)
+
+  def warm_up(
+    self, params: Tree, ref_params: Tree | None, kinds: list[tuple[str, ...]]
+  ) -> None:
+    """Compiles every shape for every tuple of sinks."""
+    zeros = self._zeros(params)
+    for shape in self.shapes:
+      empty = packing.empty(shape, pad_id=0)
+      for names in kinds:
+        sinks = {name: zeros() for name in names}
+        args = self._args(params, ref_params, empty, sinks, Stats.zeros())
+        self._find(args)
+    self._add_scaled(zeros(), np.asarray(1.0), zeros())
+
+  def apply_step(
+    self, state: LearnerState, gradient: BatchGradient, max_staleness: int = 0
+  ) -> tuple[LearnerState, float]:
+    """One optimizer step at the barrier; state and gradient are donated.
+
+    Returns:
+      The new state and the gradient norm before the clip.
+
+    Raises:
+      ValueError: tokens of other parameters than max_staleness allows, or an
+        empty batch.
+      FloatingPointError: the gradient is not finite.
+    """
+    step = int(state.step)
+    allowed = range(step - max_staleness, step + 1)
+    strangers = [v for v in gradient.policy_versions if v not in allowed]
+    if strangers:
+      raise ValueError(
+        f'policy_versions {sorted(strangers)} in step {step}: only '
+        f'{allowed.start} to {step} are allowed (max_staleness={max_staleness})'
+      )
+    if gradient.denominator <= 0:
+      raise ValueError(
+        f'denominator={gradient.denominator}: the batch has no loss token'
+      )
+    denominator = np.asarray(gradient.denominator)
+    new, norm = self._apply(state, gradient.total, denominator)
+    norm = float(norm)
+    if not np.isfinite(norm):
+      raise FloatingPointError(
+        f'gradient norm {norm} in step {step}: lower learning_rate, or look at '
+        'rewards and log-probabilities of the step; nothing was saved'
+      )
+    return new, norm
+
+  def place_batch(self, batch: Batch) -> Batch:
+    """Copies a packed batch to the mesh, rows sharded."""
+    names = ('rows', None)
+    place = lambda x: jax.device_put(
+      x, mesh_lib.sharding(self._mesh, x.shape, names)
+    )
+    return jax.tree.map(place, batch)
+
+  def _put(self, tree: Tree) -> Tree:
+    return jax.device_put(tree, self._replicated)
+
+  def _on_mesh(self, leaf: jax.Array) -> jax.Array:
+    on_mesh = leaf.sharding.device_set == self._replicated.device_set
+    return leaf if on_mesh else jax.device_put(leaf, self._replicated)
+
+  def _zeros(self, like: Tree):
+    """Returns a function that makes trees of zeros; keeps no array alive."""
+    shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like
+    )
+    make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.jit(make, out_shardings=self._shardings)
+
+  def _args(self, params, ref_params, batch, sinks, stats):
+    placed = self.place_batch(batch), dict(sinks), self._put(stats)
+    return (params, ref_params, *placed)
+
+  def _find(self, args):
+    batch, sinks = args[2:4]
+    key = (batch.tokens.shape, batch.targets.shape, tuple(sorted(sinks)))
+    if key not in self._programs:
+      self._programs[key] = self._compile(args)
+    return self._programs[key]
+
+  def _compile(self, args):
+    self.num_compiled += 1
+    logging.info('compiling accumulate for %s', args[2].tokens.shape)
+    function = functools.partial(accumulate, self.config, self.objective)
+    out = ({name: self._shardings for name in args[3]}, self._replicated)
+    jitted = jax.jit(function, donate_argnums=(3,), out_shardings=out)
+    return jitted.lower(*args).compile()
