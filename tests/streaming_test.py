@@ -1,10 +1,8 @@
 """Streamed gradients equal batch gradients, whatever the order of arrival."""
 
 import dataclasses
-import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +103,9 @@ def slow_gradient(params, step, estimator, agg, kl_coef, ref):
 
 
 def setup(dtype, kl_coef=0.0, on_host=False):
-  cast = lambda t: jax.tree.map(lambda x: x.astype(dtype), t)
+  def cast(t):
+    return jax.tree.map(lambda x: x.astype(dtype), t)
+
   params = cast(transformer.init(CONFIG, jax.random.key(0)))
   ref = cast(transformer.init(CONFIG, jax.random.key(1)))
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
@@ -165,10 +165,9 @@ def continuous(rng, group):
 
 
 def cases():
-  for name, agg, rewards in itertools.product(
+  yield from itertools.product(
     advantages.ESTIMATORS, aggregation.AGGREGATIONS, (binary, continuous)
-  ):
-    yield name, agg, rewards
+  )
 
 
 @pytest.mark.parametrize('kl_coef', [0.0, 0.3])

@@ -140,7 +140,10 @@ def agent(
   limits = agent_lib.Limits(
     block.max_turn_tokens, block.max_trajectory_tokens, block.max_turns
   )
-  make = lambda: family.make(**args)
+
+  def make():
+    return family.make(**args)
+
   return agent_lib.Agent(engine, loaded.tokenizer, make, pool, limits, timeline)
 
 
@@ -148,7 +151,9 @@ def shapes(config: ConfigDict) -> tuple[packing.Shape, ...]:
   """The shapes of packed batches: every row count with every row length."""
   block = config.rollout
   rows = config.learner.rows
-  lengths = tuple(zip(config.learner.row_tokens, config.learner.row_targets))
+  lengths = tuple(
+    zip(config.learner.row_tokens, config.learner.row_targets, strict=True)
+  )
   if not lengths:
     one = block.max_trajectory_tokens
     whole = block.group_size * one

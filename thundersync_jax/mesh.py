@@ -37,13 +37,14 @@ def make_mesh(devices, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Mesh:
   """Returns a mesh over `devices`; one axis may be -1 (what is left)."""
   sizes = [data, fsdp, tensor]
   if sizes.count(-1) > 1:
-    raise ValueError(f'mesh axes {dict(zip(AXES, sizes))}: only one may be -1')
+    raise ValueError(f'mesh {AXES} = {sizes}: only one may be -1')
   known = math.prod(size for size in sizes if size != -1)
   if -1 in sizes:
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
-    axes = dict(zip(AXES, sizes, strict=True))
-    raise ValueError(f'mesh axes {axes} must multiply to {len(devices)} devices')
+    raise ValueError(
+      f'mesh {AXES} = {sizes} must multiply to {len(devices)} devices'
+    )
   array = np.asarray(devices, dtype=object).reshape(sizes)
   return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -31,7 +31,7 @@ from thundersync_jax import mesh as mesh_lib
 from thundersync_jax.envs import prompt_sets, worker_pool
 from thundersync_jax.learner import gradient_stream, optimizer, weight_sync
 from thundersync_jax.learner import learner as learner_lib
-from thundersync_jax.models import hf_checkpoint, pretrained, transformer
+from thundersync_jax.models import hf_checkpoint, pretrained
 from thundersync_jax.rollout import agent as agent_lib
 from thundersync_jax.runs import (
   checkpoints,

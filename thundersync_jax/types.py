@@ -35,7 +35,7 @@ class Turn:
     if self.behaviour_logprobs is None:
       raise ValueError(
         'behaviour_logprobs=None: record them while sampling; they cannot be '
-        'replaced by the learner\'s own'
+        "replaced by the learner's own"
       )
     lengths = {
       name: len(getattr(self, name))

@@ -170,7 +170,10 @@ def batch_sums(
 
   real = (batch.weights > 0).astype(jnp.float32)
   count = real.sum()
-  over_real = lambda x: WeightedSum((real * x).sum().astype(real.dtype), count)
+
+  def over_real(x):
+    return WeightedSum((real * x).sum().astype(real.dtype), count)
+
   clipped = jnp.zeros_like(real)
   if objective.loss == 'ppo_clip':
     clipped = losses.clipped_mask(logprobs, behaviour, advantages, **clip)
@@ -364,9 +367,10 @@ class Learner:
   def place_batch(self, batch: Batch) -> Batch:
     """Copies a packed batch to the mesh, rows sharded."""
     names = ('rows', None)
-    place = lambda x: jax.device_put(
-      x, mesh_lib.sharding(self._mesh, x.shape, names)
-    )
+
+    def place(x):
+      return jax.device_put(x, mesh_lib.sharding(self._mesh, x.shape, names))
+
     return jax.tree.map(place, batch)
 
   def _put(self, tree: Tree) -> Tree:
@@ -381,7 +385,10 @@ class Learner:
     shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like
     )
-    make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def make():
+      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
     return jax.jit(make, out_shardings=self._shardings)
 
   def _args(self, params, ref_params, batch, sinks, stats):

@@ -152,8 +152,13 @@ def empty(shape: Shape, pad_id: int) -> Batch:
   """A batch of padding."""
   columns = (shape.rows, shape.tokens)
   entries = (shape.rows, shape.targets)
-  ints = lambda size: np.zeros(size, np.int32)
-  floats = lambda: np.zeros(entries)  # f64 where JAX keeps it
+
+  def ints(size):
+    return np.zeros(size, np.int32)
+
+  def floats():
+    return np.zeros(entries)  # f64 where JAX keeps it
+
   return Batch(
     tokens=np.full(columns, pad_id, np.int32),
     positions=ints(columns),

@@ -14,7 +14,7 @@ from thundersync_jax.models import families, transformer
 def publisher(
   config: families.ModelConfig, rollout_mesh: Mesh, dtype: str
 ) -> Callable:
-  """Returns params (stacked, learner mesh) -> decode layout on the rollout mesh.
+  """Returns a function from params (stacked) to the rollout's decode layout.
 
   Args:
     config: the model.

@@ -5,8 +5,8 @@ open. What it may do follows from three properties of the estimator:
 
   scope             which rewards an advantage depends on: those of its own
                     trajectory, of its group, or of the whole batch
-  affine_in_reward  A_i = alpha r_i + beta with group-wide alpha and beta, so two
-                    sums a group are enough: G1 = sum r_i H_i, G2 = sum H_i
+  affine_in_reward  A_i = alpha r_i + beta with alpha and beta of the scope, so
+                    two sums are enough: G1 = sum r_i H_i, G2 = sum H_i
   equal_rewards     equal rewards of a group have equal advantages, so one sum
                     for each distinct reward is enough
 """

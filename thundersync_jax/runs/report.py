@@ -147,7 +147,10 @@ def summary(
     if when in scores:
       facts |= evaluation(scores[when], f'_{when}')
   if steps:
-    median = lambda name: statistics.median(line[name] for line in steps)
+
+    def median(name):
+      return statistics.median(line[name] for line in steps)
+
     for name in (
       'time/step_s',
       'time/rollout_idle_s',
@@ -155,7 +158,10 @@ def summary(
       'rollout/tokens_per_s',
     ):
       facts[name] = median(name)
-    most = lambda name: max(line.get(name, 0) for line in steps)
+
+    def most(name):
+      return max(line.get(name, 0) for line in steps)
+
     for name in (
       'staleness/max_steps',
       'rollout/logprob_diff_max',

@@ -67,8 +67,8 @@ class TrajectoryQueue:
 
   Args:
     scope: of the estimator, 'trajectory', 'group' or 'batch'.
-    mask_truncated: trajectories cut at a limit leave their group: loss, baseline
-      and denominator alike.
+    mask_truncated: trajectories cut at a limit leave their group: loss,
+      baseline and denominator alike.
   """
 
   def __init__(self, scope: str, mask_truncated: bool = False):
