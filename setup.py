@@ -27,7 +27,7 @@ REQUIRES = [
   'orbax-checkpoint>=0.11.30',  # atomic checkpoints
   'safetensors>=0.8',  # Hugging Face weights without torch
   'tensorboardX>=2.6.2.2',  # event files without TensorFlow
-  'tensorflow-datasets>=4.9.9',  # versioned prompt sets (no TensorFlow)
+  'tensorflow-datasets>=4.9.10',  # versioned prompt sets (no TensorFlow)
   'tokenizers>=0.23.1',  # a tokenizer built from the tables of a GGUF file
   'tqdm>=4.66',  # progress bar
   # Older ones fail where the repository's root, with its kernels/, is on the
@@ -49,7 +49,7 @@ EXTRAS = {
     *QUICKSTART,
     *MATHS,
     'hypothesis>=6.100',  # random arrival orders and shapes
-    'pytest>=8',  # the runner
+    'pytest>=8.4',  # the runner
     'pytest-timeout>=2.3.1',  # a hanging test fails and names itself
     'ruff>=0.12',  # linter and formatter
     'setuptools>=64',  # the packaging test builds a wheel offline

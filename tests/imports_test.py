@@ -25,7 +25,10 @@ TOP_LEVEL = {
 }
 PACKAGE = 'thundersync_jax'
 ARRAYS = frozenset({'chex', 'jax', 'numpy'})
-DRIVERS = frozenset({'evaluate', 'train_es', 'train_rl'})
+# The last two hold what drivers and benchmarks share.
+DRIVERS = frozenset(
+  {'evaluate', 'train_es', 'train_rl', 'assembly', 'synthetic'}
+)
 PURE = frozenset({'objectives', 'streaming.accumulators', 'learner.packing'})
 # What a pure file may not mention: it works on arrays, wherever they are.
 DEVICE_NAMES = frozenset(
