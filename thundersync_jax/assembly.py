@@ -217,6 +217,7 @@ def plan(config: ConfigDict) -> gradient_stream.Plan:
     max_open_groups=config.stream.max_open_groups,
     max_open_bytes=config.stream.max_open_bytes,
     max_buckets=config.stream.max_buckets,
+    affine_sums=config.stream.affine_sums,
   )
 
 

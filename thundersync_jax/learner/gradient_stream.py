@@ -32,7 +32,7 @@ class Plan:
     constant_tokens: denominator of a trajectory for 'constant'.
     mask_truncated: trajectories cut at a limit leave their group.
     drop_zero_variance: groups without spread leave the denominator too.
-    max_open_groups, max_open_bytes, max_buckets: see accumulators.
+    max_open_groups, max_open_bytes, max_buckets, affine_sums: see accumulators.
     max_in_flight: launches that may wait on the device.
   """
 
@@ -45,7 +45,16 @@ class Plan:
   max_open_groups: int = 8
   max_open_bytes: int = 8 << 30
   max_buckets: int = 2
+  affine_sums: bool = True
   max_in_flight: int = 2
+
+  def __post_init__(self):
+    sums = self.estimator.affine_in_reward or self.estimator.equal_rewards
+    if self.granularity == 'trajectory' and not sums:
+      raise ValueError(
+        'an estimator that is neither affine in the reward nor a function of '
+        'reward and group cannot stream by trajectory: set granularity=group'
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +94,7 @@ class GradientStream:
       max_open_groups=plan.max_open_groups,
       max_open_bytes=plan.max_open_bytes,
       max_buckets=plan.max_buckets,
+      affine_sums=plan.affine_sums,
     )
     self._has_kl = learner.objective.kl_coef > 0
     self.scheduler = scheduler.Scheduler(
@@ -105,7 +115,7 @@ class GradientStream:
     if self._plan.granularity == 'trajectory':
       extra = ('batch',) if self._has_kl else ()
       kinds += [('score',) + extra]
-      if self._plan.estimator.affine_in_reward:
+      if self._plan.affine_sums and self._plan.estimator.affine_in_reward:
         kinds += [('score', 'reward') + extra]
     return kinds
 

@@ -273,7 +273,7 @@ class Learner:
       donate_argnums=0,
     )
     self._apply = jax.jit(
-      functools.partial(apply_gradient, optimizer), donate_argnums=(0, 1)
+      functools.partial(apply_gradient, optimizer), donate_argnums=0
     )
 
   def init_state(self, params: Tree) -> LearnerState:
@@ -332,7 +332,7 @@ class Learner:
   def apply_step(
     self, state: LearnerState, gradient: BatchGradient, max_staleness: int = 0
   ) -> tuple[LearnerState, float]:
-    """One optimizer step at the barrier; state and gradient are donated.
+    """One optimizer step at the barrier; the state is donated.
 
     Returns:
       The new state and the gradient norm before the clip.

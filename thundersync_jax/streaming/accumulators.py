@@ -53,7 +53,8 @@ class Accumulators:
     estimator: what the sums must represent.
     max_open_groups: groups that may hold sums at once.
     max_open_bytes: bytes that the sums of all open groups may take.
-    max_buckets: distinct rewards of a group before it turns affine.
+    max_buckets: distinct rewards of a group that have a sum each.
+    affine_sums: whether a group with more may turn affine.
   """
 
   def __init__(
@@ -64,6 +65,7 @@ class Accumulators:
     max_open_groups: int,
     max_open_bytes: int,
     max_buckets: int = 2,
+    affine_sums: bool = True,
   ):
     if max_buckets < 2:
       raise ValueError(f'max_buckets={max_buckets} must be at least 2')
@@ -72,6 +74,7 @@ class Accumulators:
     self._max_open_groups = max_open_groups
     self._max_open_bytes = max_open_bytes
     self._max_buckets = max_buckets
+    self._affine = affine_sums and estimator.affine_in_reward
     self._sums: dict[Hashable, dict[Hashable, Tree]] = {}
     self._batch: Tree | None = None
     self.peak_bytes = 0
@@ -108,11 +111,11 @@ class Accumulators:
       return (reward,)
     if self._estimator.equal_rewards and len(buckets) < self._max_buckets:
       return (reward,) if self._fits(group, 1) else None
-    if not self._estimator.affine_in_reward:
+    if not self._affine:
       raise ValueError(
         f'group {group} has more than max_buckets={self._max_buckets} distinct '
-        'rewards and its estimator is not affine in the reward: raise '
-        'max_buckets, or set granularity=group'
+        'rewards, and no affine sums: raise max_buckets, set granularity=group, '
+        'or affine_sums=True where the estimator is affine in the reward'
       )
     if not self._fits(group, 2 - len(buckets)):
       return None
