@@ -49,6 +49,9 @@ class Engine:
     chunk: decode steps between two harvests.
     max_context: tokens that a trajectory may reach, prompt included.
     cache_buckets: ascending lengths of the cache; the last covers max_context.
+      Sums over caches of other lengths round otherwise (1e-6 of a
+      log-probability), so with one bucket a trajectory is the same bit for
+      bit in every schedule, with several to rounding.
     prompt_buckets: ascending lengths that prompts are padded to, and
       observations (longer ones in pieces).
     stop_ids: tokens that end a turn.
@@ -110,6 +113,11 @@ class Engine:
   @property
   def max_context(self) -> int:
     return self._slots.max_context
+
+  @property
+  def params(self) -> transformer.Params | None:
+    """The weights published last."""
+    return self._device.params
 
   @property
   def counters(self) -> device_lib.Counters:

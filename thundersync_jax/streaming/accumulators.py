@@ -114,8 +114,8 @@ class Accumulators:
     if not self._affine:
       raise ValueError(
         f'group {group} has more than max_buckets={self._max_buckets} distinct '
-        'rewards, and no affine sums: raise max_buckets, set granularity=group, '
-        'or affine_sums=True where the estimator is affine in the reward'
+        'rewards, and no affine sums: raise max_buckets, set granularity=group '
+        'or, where the estimator is affine in the reward, affine_sums=True'
       )
     if not self._fits(group, 2 - len(buckets)):
       return None
