@@ -12,6 +12,7 @@ list with one dict a layer (`unstack`).
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,20 @@ class Block(nnx.Module):
   def __init__(self, config: families.ModelConfig, key: jax.Array):
     d, f, h = config.embed_dim, config.mlp_dim, config.head_dim
     n, k = config.num_heads, config.num_kv_heads
-    keys = iter(jax.random.split(key, 7))
+    shapes = {
+      'q': ((d, n, h), d),
+      'k': ((d, k, h), d),
+      'v': ((d, k, h), d),
+      'o': ((n, h, d), n * h),
+      'gate': ((d, f), d),
+      'up': ((d, f), d),
+      'down': ((f, d), f),
+    }
+    for name, matrix in _matrices(key, shapes).items():
+      setattr(self, name, matrix)
     self.config = config
     self.attn_norm = nnx.Param(jnp.ones(d))
-    self.q = _matrix(next(keys), (d, n, h), d)
-    self.k = _matrix(next(keys), (d, k, h), d)
-    self.v = _matrix(next(keys), (d, k, h), d)
-    self.o = _matrix(next(keys), (n, h, d), n * h)
+    self.mlp_norm = nnx.Param(jnp.ones(d))
     if config.qkv_bias:
       self.q_bias = nnx.Param(jnp.zeros((n, h)))
       self.k_bias = nnx.Param(jnp.zeros((k, h)))
@@ -49,10 +57,6 @@ class Block(nnx.Module):
     if config.qk_norm:
       self.q_norm = nnx.Param(jnp.ones(h))
       self.k_norm = nnx.Param(jnp.ones(h))
-    self.mlp_norm = nnx.Param(jnp.ones(d))
-    self.gate = _matrix(next(keys), (d, f), d)
-    self.up = _matrix(next(keys), (d, f), d)
-    self.down = _matrix(next(keys), (f, d), f)
 
   def __call__(
     self,
@@ -86,14 +90,15 @@ class Transformer(nnx.Module):
   """All parameters of a decoder; `init` turns it into a plain dict."""
 
   def __init__(self, config: families.ModelConfig, key: jax.Array):
-    keys = jax.random.split(key, 3)
-    table = (config.vocab_size, config.embed_dim)
-    self.embed = _matrix(keys[0], table, config.embed_dim)
+    layers_key, tables_key = jax.random.split(key)
     make = nnx.vmap(lambda k: Block(config, k), in_axes=0, out_axes=0)
-    self.layers = make(jax.random.split(keys[1], config.num_layers))
+    self.layers = make(jax.random.split(layers_key, config.num_layers))
     self.final_norm = nnx.Param(jnp.ones(config.embed_dim))
-    if not config.tied:
-      self.head = _matrix(keys[2], table, config.embed_dim)
+    table = ((config.vocab_size, config.embed_dim), config.embed_dim)
+    names = ('embed',) if config.tied else ('embed', 'head')
+    tables = _matrices(tables_key, dict.fromkeys(names, table))
+    for name, matrix in tables.items():
+      setattr(self, name, matrix)
 
 
 def init(config: families.ModelConfig, key: jax.Array) -> Params:
@@ -251,8 +256,16 @@ def rope_frequencies(config: families.ModelConfig) -> np.ndarray:  # f64[H/2]
   return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def _matrix(key, shape, fan_in):
-  return nnx.Param(jax.random.normal(key, shape) * fan_in**-0.5)
+def _matrices(key, shapes):
+  """Params of std 1/sqrt(fan in) by name, from {name: (shape, fan in)}."""
+  sizes = [math.prod(shape) for shape, _ in shapes.values()]
+  # One draw for all: a draw each would take seconds to compile.
+  draws = jax.random.normal(key, (sum(sizes),))
+  draws = jnp.split(draws, np.cumsum(sizes)[:-1])
+  return {
+    name: nnx.Param(draw.reshape(shape) * fan_in**-0.5)
+    for (name, (shape, fan_in)), draw in zip(shapes.items(), draws, strict=True)
+  }
 
 
 def _embed(params, tokens):  # [B, T, D], f32 or wider
