@@ -114,7 +114,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.eval = ml_collections.ConfigDict()
   c.eval.prompts = 80  # 0: no evaluation
   c.eval.every_steps = 12  # 0: before and after only
-  c.eval.samples = 0  # a prompt, for pass@k
+  c.eval.samples = 4  # a prompt, for pass@k; 0: none
   c.eval.k = 4
   c.eval.solved = 1.0  # reward from which a trajectory counts
 
