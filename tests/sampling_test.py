@@ -7,6 +7,9 @@ import pytest
 
 from thundersync_jax.rollout import sampling
 
+_sample = jax.jit(sampling.sample, static_argnums=5)
+_truncate = jax.jit(sampling._truncate)
+
 
 def keys_of(count, root=0):
   zeros = jnp.zeros(count, jnp.int32)
@@ -16,7 +19,7 @@ def keys_of(count, root=0):
 
 
 def draw(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
-  tokens, logprobs = jax.jit(sampling.sample, static_argnums=5)(
+  tokens, logprobs = _sample(
     jnp.asarray(logits, jnp.float32),
     keys,
     jnp.float32(temperature),
@@ -121,7 +124,7 @@ def test_truncation_equals_a_sort(top_k, top_p):
   logits[3] = rng.integers(-2, 3, 40)  # many ties
   logits[4] = 1.5  # nothing but ties
   logits[5, 7:] = -np.inf
-  kept = sampling._truncate(jnp.asarray(logits), top_k, jnp.float32(top_p))
+  kept = _truncate(jnp.asarray(logits), top_k, jnp.float32(top_p))
   for row in range(6):
     expected = allowed_by_sort(logits[row], top_k, top_p)
     expected &= np.isfinite(logits[row])
@@ -131,7 +134,7 @@ def test_truncation_equals_a_sort(top_k, top_p):
 def test_top_p_keeps_the_smallest_set_with_that_mass():
   logits = np.log([[0.4, 0.3, 0.2, 0.1]])
   for top_p, size in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4)):
-    kept = sampling._truncate(jnp.asarray(logits, jnp.float32), 0, top_p)
+    kept = _truncate(jnp.asarray(logits, jnp.float32), 0, top_p)
     assert np.isfinite(kept).sum() == size
 
 

@@ -124,11 +124,6 @@ class Engine:
     return self._device.counters
 
   @property
-  def params(self) -> transformer.Params | None:
-    """The weights published last."""
-    return self._device.params
-
-  @property
   def waiting(self) -> int:
     """Requests without a slot."""
     return len(self._slots.waiting)
