@@ -9,6 +9,7 @@ import pytest
 import slow_rollout as slow
 
 from thundersync_jax import mesh as mesh_lib
+from thundersync_jax.models import transformer
 from thundersync_jax.rollout import engine as engine_lib
 from thundersync_jax.rollout import sampling as programs
 from thundersync_jax.runs import timeline as timeline_lib
@@ -50,24 +51,24 @@ def test_steady_state_compiles_nothing():
 
 def test_the_cache_stays_in_place():
   """Temporary memory of decode and insert is below that of one cache array."""
+  config = dataclasses.replace(slow.CONFIG, head_dim=64)
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  slots, length = 32, 512
-  cache = programs.empty_cache(slow.CONFIG, mesh, slots, length, 'float32')
+  slots = 32
+  cache = programs.empty_cache(config, mesh, slots, 512, 'float32')
   decode = programs.decode_chunk.lower(
-    slow.CONFIG,
+    config,
     mesh,
-    slow.weights(),
+    transformer.unstack(transformer.init(config, jax.random.key(0))),
     cache,
     np.zeros((len(programs.ROWS), slots), np.int32),
     programs.root_key(0),
     np.zeros(1, np.int32),
     np.float32(1),
-    np.int32(0),
-    np.float32(1),
+    None,
+    None,
     chunk=2,
-    truncate=False,
   )
-  prompts = programs.empty_cache(slow.CONFIG, mesh, 2, 8, 'float32')
+  prompts = programs.empty_cache(config, mesh, 2, 8, 'float32')
   pairs = np.zeros((slots, 2), np.int32)
   insert = programs.insert.lower(mesh, cache, prompts, pairs, np.int32(0))
   for program in (decode, insert):

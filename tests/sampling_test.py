@@ -7,7 +7,7 @@ import pytest
 
 from thundersync_jax.rollout import sampling
 
-_sample = jax.jit(sampling.sample, static_argnums=5)
+_sample = jax.jit(sampling.sample)
 _truncate = jax.jit(sampling._truncate)
 
 
@@ -18,14 +18,13 @@ def keys_of(count, root=0):
   )
 
 
-def draw(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
+def draw(logits, keys, temperature=1.0, top_k=None, top_p=None):
   tokens, logprobs = _sample(
     jnp.asarray(logits, jnp.float32),
     keys,
     jnp.float32(temperature),
-    jnp.int32(top_k),
-    jnp.float32(top_p),
-    top_k > 0 or top_p < 1,
+    top_k,
+    top_p,
   )
   return np.asarray(tokens), np.asarray(logprobs)
 
@@ -40,13 +39,11 @@ def allowed_by_sort(logits, top_k, top_p):
   """Tokens that top_k, then top_p, leave; ties with the last one stay."""
   logits = np.asarray(logits, np.float64)
   order = np.argsort(-logits, kind='stable')
-  last = logits[order[min(top_k or len(logits), len(logits)) - 1]]
-  allowed = logits >= last
+  allowed = logits >= logits[order[min(top_k or 10**6, len(logits)) - 1]]
   probs = np.where(allowed, np.exp(log_softmax(logits)), 0)
   mass = np.cumsum(probs[order]) / probs.sum()
-  if top_p < 1:
-    last = logits[order[np.searchsorted(mass, top_p - 1e-9)]]
-    allowed &= logits >= last
+  if top_p:
+    allowed &= logits >= logits[order[np.searchsorted(mass, top_p - 1e-9)]]
   return allowed
 
 
@@ -115,7 +112,8 @@ def test_logits_that_are_not_finite_still_give_a_token_and_a_nan_logprob():
 
 @pytest.mark.parametrize(
   'top_k, top_p',
-  [(1, 1.0), (3, 1.0), (40, 1.0), (99, 1.0), (0, 0.05), (0, 0.5), (0, 0.95)]
+  [(1, None), (3, None), (40, None), (99, None)]
+  + [(None, 0.05), (None, 0.5), (None, 0.95)]
   + [(5, 0.6), (2, 0.999), (12, 0.3)],
 )
 def test_truncation_equals_a_sort(top_k, top_p):
@@ -124,7 +122,7 @@ def test_truncation_equals_a_sort(top_k, top_p):
   logits[3] = rng.integers(-2, 3, 40)  # many ties
   logits[4] = 1.5  # nothing but ties
   logits[5, 7:] = -np.inf
-  kept = _truncate(jnp.asarray(logits), top_k, jnp.float32(top_p))
+  kept = _truncate(jnp.asarray(logits), top_k, top_p)
   for row in range(6):
     expected = allowed_by_sort(logits[row], top_k, top_p)
     expected &= np.isfinite(logits[row])
@@ -134,7 +132,7 @@ def test_truncation_equals_a_sort(top_k, top_p):
 def test_top_p_keeps_the_smallest_set_with_that_mass():
   logits = np.log([[0.4, 0.3, 0.2, 0.1]])
   for top_p, size in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4)):
-    kept = _truncate(jnp.asarray(logits, jnp.float32), 0, top_p)
+    kept = _truncate(jnp.asarray(logits, jnp.float32), None, top_p)
     assert np.isfinite(kept).sum() == size
 
 

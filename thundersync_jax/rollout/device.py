@@ -162,10 +162,9 @@ class Device:
       self._root,
       self._stop_ids,
       np.float32(sampling.temperature),
-      np.int32(sampling.top_k),
-      np.float32(sampling.top_p),
+      np.int32(sampling.top_k) if sampling.top_k else None,
+      np.float32(sampling.top_p) if sampling.top_p < 1 else None,
       chunk=self._chunk,
-      truncate=sampling.top_k > 0 or sampling.top_p < 1,
     )
     self._launched('decode', chunk.counts)
     return chunk

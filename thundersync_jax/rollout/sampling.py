@@ -76,9 +76,8 @@ def sample(
   logits: jax.Array,  # f32[S, V]
   keys: jax.Array,  # key[S], one a token
   temperature: jax.Array,  # f32 scalar; 0 is greedy
-  top_k: jax.Array,  # i32 scalar; 0 keeps all
-  top_p: jax.Array,  # f32 scalar; 1 keeps all
-  truncate: bool,  # whether top_k and top_p are compiled in
+  top_k: jax.Array | None = None,  # i32 scalar, at least 1; None keeps all
+  top_p: jax.Array | None = None,  # f32 scalar, below 1; None keeps all
 ) -> tuple[jax.Array, jax.Array]:  # tokens i32[S], logprobs f32[S]
   """Draws a token a row by the Gumbel-argmax trick (arXiv 1411.0030).
 
@@ -86,7 +85,7 @@ def sample(
   temperature (at temperature 1 for greedy): what a learner recomputes.
   """
   scaled = logits / jnp.where(temperature > 0, temperature, 1)
-  allowed = _truncate(scaled, top_k, top_p) if truncate else scaled
+  allowed = _truncate(scaled, top_k, top_p)
   noise = jnp.where(temperature > 0, gumbel(keys, logits.shape[1]), 0)
   tokens = _argmax(allowed + noise)
   chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
@@ -110,7 +109,7 @@ def gumbel(keys: jax.Array, size: int) -> jax.Array:  # f32[S, size]
 
 @functools.partial(
   jax.jit,
-  static_argnames=('config', 'mesh', 'chunk', 'truncate'),
+  static_argnames=('config', 'mesh', 'chunk'),
   donate_argnames='cache',
 )
 def decode_chunk(
@@ -122,11 +121,10 @@ def decode_chunk(
   root: jax.Array,  # key
   stop_ids: jax.Array,  # i32[n]
   temperature: jax.Array,
-  top_k: jax.Array,
-  top_p: jax.Array,
+  top_k: jax.Array | None,
+  top_p: jax.Array | None,
   *,
   chunk: int,
-  truncate: bool,
 ) -> tuple[transformer.Cache, Chunk]:
   """Feeds and samples up to `chunk` tokens in every slot.
 
@@ -153,9 +151,7 @@ def decode_chunk(
       compute_dtype=config.compute_dtype,
     )
     token_keys = jax.vmap(jax.random.fold_in)(keys, position + 1)
-    new, logprob = sample(
-      logits, token_keys, temperature, top_k, top_p, truncate
-    )
+    new, logprob = sample(logits, token_keys, temperature, top_k, top_p)
     token = jnp.where(active, new, token)
     position = position + active
     tokens = lax.dynamic_update_index_in_dim(tokens, token, i, 1)
@@ -288,18 +284,19 @@ def _truncate(scaled, top_k, top_p):
   Both keep what is at or above a threshold, so ties at the threshold stay.
   """
   image = _ordered(scaled)
-  least = _threshold(lambda kept: kept.sum(axis=1) >= top_k, image)
-  least = jnp.where(top_k > 0, least, 0)
-  scaled = jnp.where(image >= least[:, None], scaled, -jnp.inf)
-  probs = jax.nn.softmax(scaled, axis=1)
+  if top_k is not None:
+    least = _threshold(lambda kept: kept.sum(axis=1) >= top_k, image)
+    scaled = jnp.where(image >= least[:, None], scaled, -jnp.inf)
+  if top_p is not None:
+    probs = jax.nn.softmax(scaled, axis=1)
+    wanted = top_p * probs.sum(axis=1)
 
-  def mass(kept):
-    return jnp.where(kept, probs, 0).sum(axis=1)
+    def enough(kept):
+      return jnp.where(kept, probs, 0).sum(axis=1) >= wanted
 
-  wanted = top_p * mass(True)
-  least = _threshold(lambda kept: mass(kept) >= wanted, image)
-  least = jnp.where(top_p < 1, least, 0)
-  return jnp.where(image >= least[:, None], scaled, -jnp.inf)
+    least = _threshold(enough, image)
+    scaled = jnp.where(image >= least[:, None], scaled, -jnp.inf)
+  return scaled
 
 
 def _ordered(x):  # u32, in the order of the f32 numbers
