@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from thundersync_jax import mesh as mesh_lib
-from thundersync_jax.learner import gradient_stream, packing
+from thundersync_jax.learner import gradient_stream, gradients, packing
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.models import families, transformer
 from thundersync_jax.objectives import advantages, aggregation
@@ -111,7 +111,7 @@ def setup(dtype, kl_coef=0.0, on_host=False):
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   learner = learner_lib.Learner(
     CONFIG,
-    learner_lib.Objective(kl_coef=kl_coef),
+    gradients.Objective(kl_coef=kl_coef),
     optax.sgd(1.0),
     mesh,
     shapes=SHAPES,

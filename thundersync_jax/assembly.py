@@ -10,7 +10,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from thundersync_jax.envs import prompt_sets, task_family, worker_pool
-from thundersync_jax.learner import gradient_stream, optimizer, packing
+from thundersync_jax.learner import (
+  gradient_stream,
+  gradients,
+  optimizer,
+  packing,
+)
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.models import pretrained
 from thundersync_jax.objectives import advantages, aggregation, losses
@@ -178,7 +183,7 @@ def learner(
 ) -> learner_lib.Learner:
   """The learner's programs."""
   block = config.objective
-  objective = learner_lib.Objective(
+  objective = gradients.Objective(
     # One step a batch on data of the same parameters: the ratio is 1.
     loss=block.loss if config.schedule == 'async' else 'on_policy',
     clip_low=block.clip_low,

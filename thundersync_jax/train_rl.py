@@ -316,7 +316,7 @@ def _warm_up(run: Run, state) -> None:
   run.agent.engine.warm_up(extend=extend)
   logging.info('compiling %d learner shapes', len(run.learner.shapes))
   kinds = run.stream.sink_kinds()
-  run.learner.warm_up(state.params, run.ref_params, kinds)
+  run.learner.warm_up(state, run.ref_params, kinds)
 
 
 def _evaluate(run: Run, step: int) -> dict[str, float]:

@@ -12,8 +12,8 @@ import dataclasses
 import time
 from typing import Any
 
+from thundersync_jax.learner import gradients, packing
 from thundersync_jax.learner import learner as learner_lib
-from thundersync_jax.learner import packing
 from thundersync_jax.objectives import advantages, aggregation
 from thundersync_jax.streaming import accumulators, queue, scheduler
 from thundersync_jax.types import Item
@@ -104,7 +104,7 @@ class GradientStream:
       granularity=plan.granularity,
       skip_zero=not self._has_kl,
     )
-    self._stats = learner_lib.Stats.zeros()
+    self._stats = gradients.Stats.zeros()
     self._flying: collections.deque[Launch] = collections.deque()
     self._last_end = 0.0
     self.launches = 0
@@ -176,7 +176,7 @@ class GradientStream:
 
   def finish(
     self, step: int
-  ) -> tuple[learner_lib.BatchGradient, learner_lib.Stats]:
+  ) -> tuple[learner_lib.BatchGradient, gradients.Stats]:
     """The barrier: returns the step's gradient, and forgets the step."""
     sound = [
       t
@@ -195,7 +195,7 @@ class GradientStream:
     gradient = learner_lib.BatchGradient(
       self.accumulators.finish(), denominator, versions
     )
-    stats, self._stats = self._stats, learner_lib.Stats.zeros()
+    stats, self._stats = self._stats, gradients.Stats.zeros()
     return gradient, stats
 
   def _places(self, work: scheduler.Work):

@@ -1,12 +1,8 @@
-"""Gradients of packed batches into sums, and the step that uses them.
+"""The learner's compiled programs: accumulate, and the step at the barrier.
 
-  accumulate   sink += grad sum_n c_n f(log pi_n), with c the weights times
-               batch   the advantage (minus the KL term)   final work
-               score   1: the score gradient               known, content work
-               reward  the reward                          affine known work
-  apply_step   params <- optax(sum / denominator), once, at the barrier
+  accumulate   see gradients.py
+  apply_step   params <- optax(-sum / denominator), once, at the barrier
 
-Sums are those of an objective to be maximised; apply_step turns the sign.
 Every program is compiled ahead for its shape and sinks, so that a steady run
 cannot recompile.
 """
@@ -24,47 +20,12 @@ from absl import logging
 from jax.sharding import Mesh
 
 from thundersync_jax import mesh as mesh_lib
-from thundersync_jax.kernels.token_logprobs import api as token_logprobs
-from thundersync_jax.learner import packing
+from thundersync_jax.learner import gradients, packing
 from thundersync_jax.models import families, transformer
-from thundersync_jax.objectives import losses
 from thundersync_jax.streaming.accumulators import Arithmetic
-from thundersync_jax.types import Batch, WeightedSum
+from thundersync_jax.types import Batch
 
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-  """What is maximised, token by token.
-
-  Attributes:
-    loss: name in losses.LOSSES.
-    clip_low, clip_high: of the ratio, for ppo_clip.
-    kl_coef: weight of the KL to the reference; 0 needs no reference.
-    kl_estimator: name in losses.KL_ESTIMATORS.
-    temperature: that the tokens were sampled at.
-  """
-
-  loss: str = 'on_policy'
-  clip_low: float = 0.2
-  clip_high: float = 0.2
-  kl_coef: float = 0.0
-  kl_estimator: str = 'k3'
-  temperature: float = 1.0
-
-  def __post_init__(self):
-    for value, table in (
-      (self.loss, losses.LOSSES),
-      (self.kl_estimator, losses.KL_ESTIMATORS),
-    ):
-      if value not in table:
-        raise ValueError(f'{value!r} does not exist; choose from {list(table)}')
-    if self.temperature <= 0:
-      raise ValueError(
-        f'temperature={self.temperature} must be above 0 for training: greedy '
-        'rollouts have no spread to learn from'
-      )
 
 
 @jax.tree_util.register_dataclass
@@ -75,29 +36,6 @@ class LearnerState:
   params: Tree
   opt_state: Tree
   step: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stats:
-  """Sums over the loss entries of a step.
-
-  Attributes:
-    logprob_diff_max: largest |learner - rollout| log-probability.
-    entropy: of the policy, nats a token.
-    kl: to the reference, nats a token.
-    clipped: share of entries whose gradient the clip removes.
-  """
-
-  logprob_diff_max: jax.Array
-  entropy: WeightedSum
-  kl: WeightedSum
-  clipped: WeightedSum
-
-  @classmethod
-  def zeros(cls) -> 'Stats':
-    empty = WeightedSum(np.float32(0), np.float32(0))
-    return cls(np.float32(0), empty, empty, empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,106 +51,6 @@ class BatchGradient:
   total: Tree
   denominator: float
   policy_versions: frozenset[int]
-
-
-def entry_logprobs(
-  config: families.ModelConfig, params: Tree, batch: Batch, temperature: float
-) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probabilities and entropies of the loss entries, f32[B, N]."""
-  hidden = transformer.forward(
-    config,
-    params,
-    batch.tokens,
-    batch.positions,
-    batch.segment_ids,
-    batch.branch_ids,
-  )
-  rows = jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
-  logprobs, entropy = token_logprobs.token_logprobs(
-    rows.reshape(-1, rows.shape[-1]),
-    transformer.head(params),
-    batch.targets.reshape(-1),
-    temperature=temperature,
-    compute_dtype=config.compute_dtype,
-  )
-  shape = batch.targets.shape
-  return logprobs.reshape(shape), entropy.reshape(shape)
-
-
-def batch_sums(
-  config: families.ModelConfig,
-  objective: Objective,
-  params: Tree,
-  ref_params: Tree | None,
-  batch: Batch,
-) -> tuple[dict[str, jax.Array], Stats]:
-  """Returns the sums that sinks take gradients of, and statistics."""
-  logprobs, entropy = entry_logprobs(
-    config, params, batch, objective.temperature
-  )
-  weights = batch.weights.astype(logprobs.dtype)
-  clip = {'clip_low': objective.clip_low, 'clip_high': objective.clip_high}
-  behaviour, advantages = batch.behaviour_logprobs, batch.advantages
-  terms = losses.LOSSES[objective.loss](logprobs, behaviour, advantages, **clip)
-  kl = jnp.zeros_like(logprobs)
-  if ref_params is not None:
-    ref_logprobs, _ = entry_logprobs(
-      config, ref_params, batch, objective.temperature
-    )
-    estimate = losses.KL_ESTIMATORS[objective.kl_estimator]
-    kl = estimate(logprobs, jax.lax.stop_gradient(ref_logprobs))
-    terms = terms - objective.kl_coef * kl
-  sums = {
-    'batch': jnp.sum(weights * terms),
-    'score': jnp.sum(weights * logprobs),
-    'reward': jnp.sum(weights * batch.rewards * logprobs),
-  }
-
-  real = (batch.weights > 0).astype(jnp.float32)
-  count = real.sum()
-
-  def over_real(x):
-    return WeightedSum((real * x).sum().astype(real.dtype), count)
-
-  clipped = jnp.zeros_like(real)
-  if objective.loss == 'ppo_clip':
-    clipped = losses.clipped_mask(logprobs, behaviour, advantages, **clip)
-  difference = jnp.where(real > 0, jnp.abs(logprobs - behaviour), 0)
-  stats = Stats(
-    difference.max().astype(real.dtype),
-    over_real(entropy),
-    over_real(kl),
-    over_real(clipped),
-  )
-  return sums, jax.lax.stop_gradient(stats)
-
-
-def accumulate(
-  config: families.ModelConfig,
-  objective: Objective,
-  params: Tree,
-  ref_params: Tree | None,
-  batch: Batch,
-  sinks: dict[str, Tree],
-  stats: Stats,
-) -> tuple[dict[str, Tree], Stats]:
-  """Adds a batch's gradients to sinks and its statistics to stats."""
-
-  def wanted(params):
-    sums, new = batch_sums(config, objective, params, ref_params, batch)
-    return {name: sums[name] for name in sinks}, new
-
-  sums, pull, new = jax.vjp(wanted, params, has_aux=True)
-  for name, sink in sinks.items():
-    one = {k: jnp.asarray(k == name, s.dtype) for k, s in sums.items()}
-    (gradient,) = pull(one)
-    sinks = sinks | {name: jax.tree.map(jnp.add, sink, gradient)}
-  return sinks, Stats(
-    jnp.maximum(stats.logprob_diff_max, new.logprob_diff_max),
-    stats.entropy + new.entropy,
-    stats.kl + new.kl,
-    stats.clipped + new.clipped,
-  )
 
 
 def apply_gradient(
@@ -244,7 +82,7 @@ class Learner:
   def __init__(
     self,
     config: families.ModelConfig,
-    objective: Objective,
+    objective: gradients.Objective,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
@@ -272,9 +110,7 @@ class Learner:
       ),
       donate_argnums=0,
     )
-    self._apply = jax.jit(
-      functools.partial(apply_gradient, optimizer), donate_argnums=0
-    )
+    self._apply = None  # compiled for the first state
 
   def init_state(self, params: Tree) -> LearnerState:
     """Places parameters on the mesh and makes an optimizer state for them."""
@@ -310,22 +146,29 @@ class Learner:
     ref_params: Tree | None,
     batch: Batch,
     sinks: Mapping[str, Tree],
-    stats: Stats,
-  ) -> tuple[dict[str, Tree], Stats]:
+    stats: gradients.Stats,
+  ) -> tuple[dict[str, Tree], gradients.Stats]:
     """Runs `accumulate` for a batch of one of the shapes; sinks are donated."""
     args = self._args(params, ref_params, batch, sinks, stats)
     return self._find(args)(*args)
 
   def warm_up(
-    self, params: Tree, ref_params: Tree | None, kinds: list[tuple[str, ...]]
+    self,
+    state: LearnerState,
+    ref_params: Tree | None,
+    kinds: list[tuple[str, ...]],
   ) -> None:
-    """Compiles every shape for every tuple of sinks."""
+    """Compiles every shape for every tuple of sinks, and the step."""
+    params = state.params
     zeros = self._zeros(params)
+    self._compile_apply(state, zeros())
     for shape in self.shapes:
       empty = packing.empty(shape, pad_id=0)
       for names in kinds:
         sinks = {name: zeros() for name in names}
-        args = self._args(params, ref_params, empty, sinks, Stats.zeros())
+        args = self._args(
+          params, ref_params, empty, sinks, gradients.Stats.zeros()
+        )
         self._find(args)
     self._add_scaled(zeros(), np.asarray(1.0), zeros())
 
@@ -354,7 +197,9 @@ class Learner:
       raise ValueError(
         f'denominator={gradient.denominator}: the batch has no loss token'
       )
-    denominator = np.asarray(gradient.denominator)
+    denominator = self._put(np.asarray(gradient.denominator))
+    if self._apply is None:
+      self._compile_apply(state, gradient.total)
     new, norm = self._apply(state, gradient.total, denominator)
     norm = float(norm)
     if not np.isfinite(norm):
@@ -402,10 +247,24 @@ class Learner:
       self._programs[key] = self._compile(args)
     return self._programs[key]
 
+  def _compile_apply(self, state, total):
+    self.num_compiled += 1
+    where = jax.tree.map(lambda x: x.sharding, state)
+    jitted = jax.jit(
+      functools.partial(apply_gradient, self._optimizer),
+      donate_argnums=0,
+      # The state's own: else the second step would compile again.
+      out_shardings=(where, self._replicated),
+    )
+    one = self._put(np.asarray(1.0))
+    self._apply = jitted.lower(state, total, one).compile()
+
   def _compile(self, args):
     self.num_compiled += 1
     logging.info('compiling accumulate for %s', args[2].tokens.shape)
-    function = functools.partial(accumulate, self.config, self.objective)
+    function = functools.partial(
+      gradients.accumulate, self.config, self.objective
+    )
     out = ({name: self._shardings for name in args[3]}, self._replicated)
     jitted = jax.jit(function, donate_argnums=(3,), out_shardings=out)
     return jitted.lower(*args).compile()
