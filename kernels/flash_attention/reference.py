@@ -43,20 +43,24 @@ def cached_attention(q, k, v, positions, compute_dtype):
 
 
 def _decode(q, k, v, positions, compute_dtype):  # [B, 1, K, G, H]
-  """One query a row, by products and sums: 1.2-1.5 x faster than a CPU matmul.
+  """One query a row; values are summed by hand, faster than a CPU matmul.
 
   Rounds where the matmuls of the other forms do, so that bf16 sampling and
-  training see the same numbers.
+  training see the same numbers. Scores do come from a matmul: a sum over H
+  would round differently for another cache length S.
   """
   rounded = functools.partial(precision.rounded, compute_dtype=compute_dtype)
-  scores = (rounded(q) * rounded(k)[:, :, :, None]).sum(axis=-1)
-  visible = jnp.arange(k.shape[1]) <= positions
-  scores = jnp.where(visible[:, :, None, None], scores, _lowest(scores))
-  peak = jax.lax.stop_gradient(scores.max(axis=1, keepdims=True))
+  scores = precision.einsum(
+    'btkgh,bskh->bktgs', q, k, compute_dtype=compute_dtype
+  )
+  visible = jnp.arange(k.shape[1]) <= positions[:, :, None]
+  scores = _masked(scores, visible)[:, :, 0]
+  peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
   weights = jnp.exp(scores - peak)
-  values = rounded(v)[:, :, :, None]
-  out = (rounded(weights)[..., None] * values).sum(axis=1)
-  return (out / weights.sum(axis=1)[..., None])[:, None]
+  total = weights.sum(axis=-1, keepdims=True)
+  weights = jnp.moveaxis(rounded(weights), -1, 1)  # [B, S, K, G]
+  out = (weights[..., None] * rounded(v)[:, :, :, None]).sum(axis=1)
+  return (out / total)[:, None]
 
 
 def packed_attention(q, k, v, segment_ids, branch_ids, compute_dtype):

@@ -45,7 +45,7 @@ def token_logprobs(
     hidden,
     head,
     targets,
-    jnp.asarray(temperature, jnp.promote_types(hidden.dtype, jnp.float32)),
+    jnp.asarray(temperature, jnp.result_type(hidden, jnp.float32)),
     min(vocab_chunk, head.shape[0]),
     compute_dtype,
   )
