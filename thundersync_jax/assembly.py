@@ -48,11 +48,23 @@ def check(config: ConfigDict) -> None:
         f'estimator.resample_zero_variance needs groups, but '
         f'estimator.name={config.estimator.name!r} has scope {scope!r}'
       )
+    if config.objective.kl_coef:
+      raise ValueError(
+        f'objective.kl_coef={config.objective.kl_coef} with '
+        'estimator.resample_zero_variance=True: the KL of a group is added '
+        'before it is known to be replaced; set one of them to 0 or False'
+      )
     if config.schedule == 'async':
       raise ValueError(
         'estimator.resample_zero_variance=True with schedule=async: prompts of '
         'later steps are on their way already; use sync or thundersync'
       )
+  if scope == 'group' and config.rollout.group_size < 2:
+    raise ValueError(
+      f'rollout.group_size={config.rollout.group_size} with '
+      f'estimator.name={config.estimator.name!r}: a group baseline needs '
+      'at least 2 members; or choose reinforce'
+    )
   if config.schedule == 'async' and config.stream.max_staleness < 1:
     raise ValueError(
       f'stream.max_staleness={config.stream.max_staleness} with '

@@ -56,7 +56,7 @@ class Run:
   loaded: pretrained.Pretrained
   meshes: tuple[Mesh, Mesh]
   prompts: dict[str, prompt_sets.PromptSet]
-  pool: worker_pool.WorkerPool
+  pools: list[worker_pool.WorkerPool]
   timeline: timeline.Timeline
   agent: agent_lib.Agent
   evaluator: agent_lib.Agent
@@ -102,7 +102,8 @@ def train(
     try:
       return _train(run, directory.path, observer)
     finally:
-      run.pool.close()
+      for pool in run.pools:
+        pool.close()
 
 
 def _set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
@@ -118,10 +119,15 @@ def _set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
   prompts = assembly.prompts(config, directory / 'prompts')
   # --- Rollout -------------------------------------------------------------
   block = config.rollout
-  pool = worker_pool.WorkerPool(block.env_workers, block.env_timeout_s)
+  # Trajectories of the training may be under way during an evaluation, so each
+  # agent has a pool whose answers are all its own.
+  pools = [
+    worker_pool.WorkerPool(block.env_workers, block.env_timeout_s)
+    for _ in range(2)
+  ]
   clock = timeline.Timeline(config.schedule)
-  agent = assembly.agent(config, loaded, meshes[0], pool, clock)
-  evaluator = assembly.agent(config, loaded, meshes[0], pool)
+  agent = assembly.agent(config, loaded, meshes[0], pools[0], clock)
+  evaluator = assembly.agent(config, loaded, meshes[0], pools[1])
   # --- Learner -------------------------------------------------------------
   learner = assembly.learner(config, loaded, meshes[1])
   publish = weight_sync.publisher(loaded.config, meshes[0], block.weights_dtype)
@@ -130,7 +136,7 @@ def _set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
     loaded,
     meshes,
     prompts,
-    pool,
+    pools,
     clock,
     agent,
     evaluator,
@@ -203,6 +209,8 @@ def _step(run: Run, state, step: int, observer: Observer | None):
   _stream_step(run, state.params, step)
   # --- Barrier: no group of this step is open ------------------------------
   groups = run.stream.queue.groups(step)
+  accumulators = run.stream.accumulators
+  peak_groups, peak_bytes = accumulators.peak_groups, accumulators.peak_bytes
   trajectories = [t for group in groups for t in group.scored]
   _check_failures(run, step, groups)
   with clock.measure('learner', 'barrier'):
@@ -219,12 +227,11 @@ def _step(run: Run, state, step: int, observer: Observer | None):
   values |= report.work(clock, spans, _counts(run).since(before))
   values |= report.learner(stats)
   rate = optimizer.learning_rate(run.config.optimizer, run.config.steps)
-  accumulators = run.stream.accumulators
   return state, values | {
     'learner/grad_norm': grad_norm,
     'learner/learning_rate': float(rate(step)),
-    'queue/open_groups': accumulators.peak_groups,
-    'queue/open_bytes': accumulators.peak_bytes,
+    'queue/open_groups': peak_groups,
+    'queue/open_bytes': peak_bytes,
     'queue/resampled_groups': run.resampled.pop(step, 0),
   }
 
@@ -294,7 +301,8 @@ def _check_failures(run: Run, step: int, groups) -> None:
   )
   total = sum(group.size for group in groups)
   limit = run.config.max_failed_fraction
-  if failures.total() > limit * total:
+  scored = total - failures.total()
+  if not scored or failures.total() - failures['truncated'] > limit * total:
     raise RuntimeError(
       f'{failures.total()} of {total} trajectories of step {step} failed, more '
       f'than max_failed_fraction={limit}: {dict(failures.most_common(3))}'

@@ -22,7 +22,9 @@ class Turn:
       sampling temperature; 0 on observation tokens.
     policy_versions: i32[n], step whose parameters sampled the token.
     finish_reason: 'stop' (end-of-turn token), 'length' (max_turn_tokens),
-      'trajectory' (max_trajectory_tokens) or 'context' (max_context).
+      'trajectory' (max_trajectory_tokens), 'context' (max_context) or 'turns'
+      (max_turns); anything but 'stop' cut the trajectory short if it is the
+      last.
   """
 
   tokens: np.ndarray

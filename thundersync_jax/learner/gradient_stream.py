@@ -85,6 +85,7 @@ class GradientStream:
     self._plan = plan
     self._pad_id = pad_id
     self._timeline = timeline
+    self._has_kl = learner.objective.kl_coef > 0
     self.queue = queue.TrajectoryQueue(
       plan.estimator.scope, plan.mask_truncated
     )
@@ -95,8 +96,8 @@ class GradientStream:
       max_open_bytes=plan.max_open_bytes,
       max_buckets=plan.max_buckets,
       affine_sums=plan.affine_sums,
+      has_kl=self._has_kl,
     )
-    self._has_kl = learner.objective.kl_coef > 0
     self.scheduler = scheduler.Scheduler(
       self.queue,
       self.accumulators,
@@ -178,12 +179,11 @@ class GradientStream:
     self, step: int
   ) -> tuple[learner_lib.BatchGradient, gradients.Stats]:
     """The barrier: returns the step's gradient, and forgets the step."""
-    sound = [
-      t
-      for group in self.queue.groups(step)
-      if not (self._plan.drop_zero_variance and group.zero_variance)
-      for t in group.scored
-    ]
+    groups = self.queue.groups(step)
+    if self._plan.drop_zero_variance:
+      # A step without any spread keeps them: its gradient is zero.
+      groups = [g for g in groups if not g.zero_variance] or groups
+    sound = [t for group in groups for t in group.scored]
     share = self._plan.aggregation.share
     denominator = sum(
       share(t.num_sampled, self._plan.constant_tokens) for t in sound
@@ -202,10 +202,12 @@ class GradientStream:
     """Sink kind of the program -> where the accumulators keep it."""
     if work.release == 'final':
       return {'batch': (None, accumulators.BATCH)}
-    kinds = ('score', 'reward')[: len(work.sinks)]
+    content = work.release == 'content'
+    kinds = ('score', 'batch') if content else ('score', 'reward')
+    kinds = kinds[: len(work.sinks)]
     places = {
       k: (work.group, s) for k, s in zip(kinds, work.sinks, strict=True)
     }
-    if self._has_kl:
+    if self._has_kl and not content:
       places['batch'] = (None, accumulators.BATCH)
     return places

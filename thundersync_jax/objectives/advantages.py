@@ -35,6 +35,13 @@ class Estimator:
   affine_in_reward: bool = False
   equal_rewards: bool = True
 
+  def __post_init__(self):
+    if self.affine_in_reward and not self.equal_rewards:
+      raise ValueError(
+        'affine_in_reward=True implies equal_rewards=True: equal rewards have '
+        'equal advantages alpha r + beta'
+      )
+
 
 def grpo(rewards: np.ndarray) -> np.ndarray:
   """(r - mean) / (std + 1e-6), population std (arXiv 2402.03300).

@@ -10,6 +10,7 @@ environment answers. Sampled ids are stored and never tokenised again.
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,10 @@ class Agent:
 
   def wait(self, timeout_s: float) -> None:
     """Sleeps until an environment has answered, or the time is over."""
-    self._pool.wait(timeout_s)
+    if self._pool.in_flight:
+      self._pool.wait(timeout_s)
+    else:
+      time.sleep(timeout_s)
 
   # What came back.
 
@@ -154,22 +158,28 @@ class Agent:
   def _answered(self, live: _Live, stage: str, outcome) -> list[Trajectory]:
     if stage == 'reset':
       self._resets[live.trajectory.prompt_id] -= 1
-    if outcome.error is not None:
-      return self._start_group(live) + self._fail(live, outcome.error)
+    events = []
     try:
-      if stage == 'reset':
-        prompt = self._tokenizer.apply_chat_template(list(outcome.value))
-        live.trajectory = dataclasses.replace(
-          live.trajectory, prompt_tokens=np.asarray(prompt, np.int32)
-        )
-        return self._start_group(live)
-      return self._stepped(live, outcome.value)
-    except (ValueError, TypeError, AttributeError) as error:
+      if outcome.error is not None:
+        events = self._fail(live, outcome.error)
+      elif stage == 'reset':
+        self._set_prompt(live, outcome.value)
+      else:
+        events = self._stepped(live, outcome.value)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
       # What an environment hands over may be anything: mask, count and log.
       name = type(live.environment).__name__
-      return self._fail(
-        live, f'{name}.{stage}: {type(error).__name__}: {error}'
-      )
+      reason = f'{name}.{stage}: {type(error).__name__}: {error}'
+      events = self._fail(live, reason)
+    return events + (self._start_group(live) if stage == 'reset' else [])
+
+  def _set_prompt(self, live: _Live, messages: Any) -> None:
+    prompt = self._tokenizer.apply_chat_template(list(messages))
+    if not len(prompt):
+      raise ValueError(f'the messages {messages} make no prompt token')
+    live.trajectory = dataclasses.replace(
+      live.trajectory, prompt_tokens=np.asarray(prompt, np.int32)
+    )
 
   def _start_group(self, live: _Live) -> list[Trajectory]:
     """Submits a group once all its members are reset, so it shares K/V."""
@@ -226,6 +236,8 @@ class Agent:
         return []
     if result.done and not live.rewards:
       envs_base.checked_reward(None, name)
+    if not result.done:
+      live.trajectory = self._cut(live)
     # A task that the limits ended unfinished has earned what it got so far.
     reward = float(sum(live.rewards))
     trajectory = dataclasses.replace(live.trajectory, reward=reward)
@@ -270,6 +282,18 @@ class Agent:
     stopped = live.ended.finish_reason == 'stop'
     return observation_tokens(self._tokenizer, messages, stopped)
 
+  def _cut(self, live: _Live) -> Trajectory:
+    """The trajectory, with the limit that ended it before its environment."""
+    reason = live.ended.finish_reason
+    if reason == 'stop':
+      reason = 'context'  # no room for the observation, if nothing else
+      if len(live.trajectory.turns) >= self.max_turns:
+        reason = 'turns'
+      elif self._room(live) <= 0:
+        reason = 'trajectory'
+    ended = dataclasses.replace(live.ended, finish_reason=reason)
+    return _with_turn(_without_last(live.trajectory), ended, ())
+
   def _leave_engine(self, live: _Live) -> None:
     if live.in_engine:
       self.engine.finish(*live.key)
@@ -312,6 +336,11 @@ def observation_tokens(
   before = tokenizer.apply_chat_template(exchange, add_generation_prompt=False)
   after = tokenizer.apply_chat_template([*exchange, *messages])
   ends = [i for i, t in enumerate(before) if int(t) in tokenizer.stop_ids]
+  if not ends:
+    raise ValueError(
+      'the chat template puts no end-of-turn token behind an answer, so turns '
+      'cannot be told apart: use another template, or one turn'
+    )
   kept = ends[-1] + 1
   if not np.array_equal(before[:kept], after[:kept]):
     raise ValueError(

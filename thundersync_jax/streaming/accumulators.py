@@ -3,11 +3,14 @@
 For a group whose advantages are not known yet (arXiv 2610.05935):
 
   buckets  B[r] = sum of H_i with r_i = r;     at close  sum_r a(r) B[r]
-  affine   G1 = sum r_i H_i,  G2 = sum H_i;    at close  alpha G1 + beta G2
-  member   H_i of a trajectory without reward; moves into one of the above
+  affine   G1 = sum (r_i - c) H_i,  G2 = sum H_i;  at close  alpha G1 + beta G2
+  member   H_i of a trajectory without reward; moves into one of the above,
+           its KL gradient, if there is one, into the batch sum
 
 A group starts with buckets (binary rewards need two) and collapses to the two
-affine sums when it meets more distinct rewards than `max_buckets`. Open groups
+affine sums when it meets more distinct rewards than `max_buckets`; c is the
+mean of the first few, so that beta G2 is a small correction and not the
+difference of two large numbers (it halves the f32 error). Open groups
 are bounded by number and by bytes: at the bound `reserve` says no, and the
 work waits until its group is closed, when it needs no sum of its own.
 """
@@ -23,6 +26,7 @@ from thundersync_jax.objectives import advantages as advantages_lib
 Tree = Any
 BATCH = 'batch'
 SUM = 'sum'
+KL = 'kl'
 REWARD_SUM = 'reward_sum'
 
 
@@ -55,6 +59,7 @@ class Accumulators:
     max_open_bytes: bytes that the sums of all open groups may take.
     max_buckets: distinct rewards of a group that have a sum each.
     affine_sums: whether a group with more may turn affine.
+    has_kl: launches have a KL gradient too.
   """
 
   def __init__(
@@ -66,6 +71,7 @@ class Accumulators:
     max_open_bytes: int,
     max_buckets: int = 2,
     affine_sums: bool = True,
+    has_kl: bool = False,
   ):
     if max_buckets < 2:
       raise ValueError(f'max_buckets={max_buckets} must be at least 2')
@@ -74,8 +80,10 @@ class Accumulators:
     self._max_open_groups = max_open_groups
     self._max_open_bytes = max_open_bytes
     self._max_buckets = max_buckets
+    self._has_kl = has_kl
     self._affine = affine_sums and estimator.affine_in_reward
     self._sums: dict[Hashable, dict[Hashable, Tree]] = {}
+    self._centres: dict[Hashable, float] = {}
     self._batch: Tree | None = None
     self.peak_bytes = 0
     self.peak_groups = 0
@@ -117,16 +125,22 @@ class Accumulators:
         'rewards, and no affine sums: raise max_buckets, set granularity=group '
         'or, where the estimator is affine in the reward, affine_sums=True'
       )
-    if not self._fits(group, 2 - len(buckets)):
-      return None
-    self._collapse(group, buckets)
+    self._collapse(group, buckets)  # never takes more room
     return (SUM, REWARD_SUM)
+
+  def centre(self, group: Hashable) -> float:
+    """What REWARD_SUM subtracts from every reward of an affine group."""
+    return self._centres[group]
 
   def content_sink(
     self, group: Hashable, member: Hashable
   ) -> tuple[Hashable, ...] | None:
-    """Returns the sum for a member without reward, or None at the bound."""
-    return (member,) if self._fits(group, 1) else None
+    """Returns the sums for a member without reward, or None at the bound.
+
+    They are its own, KL included, for it may still fail and leave no trace.
+    """
+    sinks = (member, (KL, member)) if self._has_kl else (member,)
+    return sinks if self._fits(group, len(sinks)) else None
 
   def take(self, group: Hashable | None, sink: Hashable) -> Tree:
     """Lends a sum to a launch, which donates it; `give` brings it back."""
@@ -155,17 +169,23 @@ class Accumulators:
     if member not in sums:
       return
     tree = sums.pop(member)
+    if self._has_kl:
+      kl = self._maths.unpark(sums.pop((KL, member)))
+      batch = self.take(None, BATCH)
+      self.give(None, BATCH, self._maths.add_scaled(batch, 1.0, kl))
     # The place that the member's own sum leaves is always enough.
     if self.known_sinks(group, reward) == (reward,):
       sums[reward] = self._plus(sums.get(reward), 1.0, tree)
     else:
       sums[SUM] = self._plus(sums[SUM], 1.0, tree)
-      sums[REWARD_SUM] = self._plus(sums[REWARD_SUM], reward, tree)
+      excess = reward - self.centre(group)
+      sums[REWARD_SUM] = self._plus(sums[REWARD_SUM], excess, tree)
 
   def drop_member(self, group: Hashable, member: Hashable) -> None:
-    """Forgets the sum of a content member that failed."""
+    """Forgets the sums of a content member that failed."""
     sums = self._sums.get(group, {})
     sums.pop(member, None)
+    sums.pop((KL, member), None)
     if not sums:
       self._sums.pop(group, None)
 
@@ -180,14 +200,15 @@ class Accumulators:
       advantages: f64[m].
     """
     sums = self._sums.pop(group, {})
-    for sink, scale in self._coefficients(sums, rewards, advantages).items():
+    centred = rewards - self._centres.pop(group, 0.0)
+    for sink, scale in self._coefficients(sums, centred, advantages).items():
       if scale:
         batch = self.take(None, BATCH)
         tree = self._maths.unpark(sums[sink])
         self.give(None, BATCH, self._maths.add_scaled(batch, scale, tree))
 
   def finish(self) -> Tree:
-    """Returns the batch sum and starts the next step.
+    """Returns the batch sum and starts the next step, peaks included.
 
     Raises:
       ValueError: a group is still open.
@@ -196,6 +217,7 @@ class Accumulators:
       raise ValueError(
         f'groups {self.open_groups} are open: close them before the step'
       )
+    self.peak_bytes = self.peak_groups = 0
     return self.take(None, BATCH)
 
   def _fits(self, group: Hashable, more: int) -> bool:
@@ -212,15 +234,15 @@ class Accumulators:
     return maths.park(maths.add_scaled(acc, scale, tree))
 
   def _collapse(self, group: Hashable, buckets: list[float]) -> None:
-    sums = self._sums.setdefault(group, {})
+    """Two or more buckets become the two affine sums."""
+    sums = self._sums[group]
+    self._centres[group] = centre = float(np.mean(buckets))
     total, weighted = None, self._maths.park(self._maths.zeros())
     for reward in buckets:
       tree = sums.pop(reward)
-      weighted = self._plus(weighted, reward, tree)
+      weighted = self._plus(weighted, reward - centre, tree)
       total = self._plus(total, 1.0, tree)  # last: it may become `tree`
-    empty = total is None
-    sums[SUM] = self._maths.park(self._maths.zeros()) if empty else total
-    sums[REWARD_SUM] = weighted
+    sums[SUM], sums[REWARD_SUM] = total, weighted
 
   def _coefficients(self, sums, rewards, advantages) -> dict[Hashable, float]:
     if not sums:

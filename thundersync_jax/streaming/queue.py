@@ -35,7 +35,9 @@ class Group:
 
   @property
   def scored(self) -> list[Trajectory]:
-    return [t for t in self.members.values() if t.reward is not None]
+    """By member, so that sums over them do not depend on the time of day."""
+    members = sorted(self.members.items())
+    return [t for _, t in members if t.reward is not None]
 
   @property
   def closed(self) -> bool:
@@ -148,11 +150,13 @@ class TrajectoryQueue:
     if failure is None and trajectory.num_sampled == 0:
       failure = 'nothing sampled'
     if failure is not None:
+      if trajectory.reward is None and trajectory.failure is None:
+        return  # masked anyway: it leaves once, when its environment is done
       # A content member may have been launched: its sum is dropped at close.
-      group.failures.setdefault(key, failure)
+      group.failures[key] = failure
       group.members.pop(key, None)
       self.failures[failure] += 1
-    elif key not in group.failures:
+    else:
       group.members[key] = trajectory
 
 

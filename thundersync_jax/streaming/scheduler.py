@@ -99,7 +99,10 @@ class Scheduler:
     groups = self._queue.groups(step)
     if self._granularity == 'batch' and not all(g.closed for g in groups):
       return None
-    final = [self._final(g, t) for g in groups if g.closed for t in g.waiting()]
+    ready = [(g, t) for g in groups if g.closed for t in g.waiting()]
+    if self._granularity == 'batch':  # no work to overlap: one fixed order
+      ready.sort(key=lambda pair: queue_lib.member_key(pair[1]))
+    final = [self._final(g, t) for g, t in ready]
     if final:
       sinks = (accumulators_lib.BATCH,)
       return Work('final', None, sinks, tuple(final))
@@ -147,8 +150,9 @@ class Scheduler:
       if sinks is None:
         continue
       one_reward = sinks == (first.reward,)
+      centre = 0.0 if one_reward else self._accumulators.centre(group.key)
       items = [
-        Item(t, reward=t.reward)
+        Item(t, reward=t.reward - centre)
         for g, t in waiting
         if g is group
         and t.reward is not None
