@@ -35,6 +35,7 @@ from thundersync_jax.models import hf_checkpoint, pretrained
 from thundersync_jax.rollout import agent as agent_lib
 from thundersync_jax.runs import (
   checkpoints,
+  compilations,
   metrics,
   plots,
   report,
@@ -191,7 +192,8 @@ def _train(
     bar.close()
   # --- Report --------------------------------------------------------------
   total_s = time.perf_counter() - started
-  summary = report.summary(directory, config, scores, total_s)
+  granularity = assembly.plan(config).granularity
+  summary = report.summary(directory, config, granularity, scores, total_s)
   if run.timeline.steps():
     run.timeline.save(directory / 'timeline.json')
     plots.plot_timeline(run.timeline, directory / 'timeline.png')
@@ -238,7 +240,8 @@ def _step(run: Run, state, step: int, observer: Observer | None):
 
 def _counts(run: Run) -> report.Counts:
   engine = dataclasses.asdict(run.agent.engine.counters)
-  return report.Counts(engine, run.stream.launches, run.learner.num_compiled)
+  compiled = len(compilations.names())
+  return report.Counts(engine, run.stream.launches, compiled)
 
 
 def _stream_step(run: Run, params: Tree, step: int) -> None:

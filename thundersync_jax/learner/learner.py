@@ -92,7 +92,6 @@ class Learner:
     self.config = config
     self.objective = objective
     self.shapes = shapes
-    self.num_compiled = 0
     self._optimizer = optimizer
     self._mesh = mesh
     self._sums_on_host = sums_on_host
@@ -248,7 +247,6 @@ class Learner:
     return self._programs[key]
 
   def _compile_apply(self, state, total):
-    self.num_compiled += 1
     where = jax.tree.map(lambda x: x.sharding, state)
     jitted = jax.jit(
       functools.partial(apply_gradient, self._optimizer),
@@ -260,7 +258,6 @@ class Learner:
     self._apply = jitted.lower(state, total, one).compile()
 
   def _compile(self, args):
-    self.num_compiled += 1
     logging.info('compiling accumulate for %s', args[2].tokens.shape)
     function = functools.partial(
       gradients.accumulate, self.config, self.objective

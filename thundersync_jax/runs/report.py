@@ -131,14 +131,26 @@ def evaluation(scores: dict[str, Any], suffix: str = '') -> dict[str, float]:
 
 
 def summary(
-  workdir: pathlib.Path, config, scores: dict[str, Any], total_s: float
+  workdir: pathlib.Path,
+  config,
+  granularity: str,
+  scores: dict[str, Any],
+  total_s: float,
 ) -> dict[str, Any]:
-  """Writes summary.json from metrics.jsonl and returns it."""
+  """Writes summary.json from metrics.jsonl and returns it.
+
+  Args:
+    workdir: of the run.
+    config: of the run.
+    granularity: that the schedule used, whatever the config asks for.
+    scores: of the evaluations 'before' and 'after'.
+    total_s: wall time.
+  """
   lines = metrics.read(workdir / 'metrics.jsonl')
   steps = [line for line in lines if 'time/step_s' in line]
   facts: dict[str, Any] = {
     'schedule': config.schedule,
-    'granularity': config.stream.granularity,
+    'granularity': granularity,
     'steps': config.steps,
     'model': config.model.source,
     'time/total_s': total_s,
