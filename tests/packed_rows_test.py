@@ -1,7 +1,5 @@
 """Packed and padded rows against one sequence a row, values and gradients."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +35,12 @@ def logits_of(params, tokens, positions, segments, branches):  # [B, T, V]
 
 
 PROMPT = random_tokens(5, seed=1)
-BRANCHES = [random_tokens(n, seed=2 + i) for i, n in enumerate((3, 1, 3))]
+BRANCHES = [random_tokens(3, seed=2 + i) for i in range(3)]
 OTHER = random_tokens(8, seed=9)  # a second segment in the same row
 PADDING = 2
+# The same trajectories, each on its own with its prompt.
+SEQUENCES = np.stack([np.concatenate([PROMPT, b]) for b in BRANCHES] + [OTHER])
+COUNT, LENGTH = SEQUENCES.shape
 
 
 def packed_row():
@@ -52,89 +53,63 @@ def packed_row():
   return tuple(np.array(columns).T[:, None])
 
 
-def sequences():
-  """The same trajectories, each on its own with its prompt."""
-  return [np.concatenate([PROMPT, b]) for b in BRANCHES] + [OTHER]
-
-
-def padded_rows(length, side):
-  """tokens, positions, segments, branches [4, length], padded on one side."""
-  rows = []
-  for tokens in sequences():
-    free = length - len(tokens)
-    pad = (free, 0) if side == 'left' else (0, free)
-    values = (tokens, np.arange(len(tokens)), np.ones_like(tokens))
-    rows.append([np.pad(x, pad) for x in values])
-  tokens, positions, segments = np.array(rows).swapaxes(0, 1)
+def padded_rows(before, after):
+  """tokens, positions, segments, branches: one trajectory a row, padded."""
+  pad = ((0, 0), (before, after))
+  ones = np.ones_like(SEQUENCES)
+  positions = np.arange(LENGTH) * ones
+  tokens, positions, segments = (
+    np.pad(x, pad) for x in (SEQUENCES, positions, ones)
+  )
   return tokens, positions, segments, 0 * tokens
 
 
-def logprob(logits, tokens):  # of every token that has one before it
-  logprobs = jax.nn.log_softmax(logits[:-1])
-  return logprobs[np.arange(len(tokens) - 1), tokens[1:]].sum()
+def places_in_packed_row():  # [COUNT, LENGTH]
+  prompt = np.arange(len(PROMPT))
+  starts = len(PROMPT) + 3 * np.arange(3)[:, None]
+  members = [np.r_[prompt, row] for row in starts + np.arange(3)]
+  return np.stack([*members, len(PROMPT) + 9 + np.arange(LENGTH)])
 
 
-def packed(params):
-  """f[4]: log-probability of each trajectory, from the packed row."""
-  logits = logits_of(params, *packed_row())[0]
-  rows, at = [], len(PROMPT)
-  for branch in BRANCHES:
-    rows.append(np.r_[: len(PROMPT), at : at + len(branch)])
-    at += len(branch)
-  rows.append(np.r_[at : at + len(OTHER)])
-  pairs = zip(rows, sequences(), strict=True)
-  return jnp.stack([logprob(logits[row], tokens) for row, tokens in pairs])
+def logprobs_of(params, rows, places):
+  """f[COUNT]: of every token that has one before it, summed a trajectory.
 
-
-def padded(side, params):
-  logits = logits_of(params, *padded_rows(12, side))
-  sums = []
-  for row, tokens in zip(logits, sequences(), strict=True):
-    n = len(tokens)
-    sums.append(logprob(row[-n:] if side == 'left' else row[:n], tokens))
-  return jnp.stack(sums)
-
-
-def single(params):
-  """No padding at all: sequences of one length share a program, not a row."""
-  sums = {}
-  for length in {len(tokens) for tokens in sequences()}:
-    rows = [i for i, t in enumerate(sequences()) if len(t) == length]
-    tokens = np.stack([sequences()[i] for i in rows])
-    ones = np.ones_like(tokens)
-    positions = np.arange(length) * ones
-    logits = logits_of(params, tokens, positions, ones, 0 * ones)
-    for i, row in zip(rows, logits, strict=True):
-      sums[i] = logprob(row, sequences()[i])
-  return jnp.stack([sums[i] for i in range(len(sums))])
+  places: row and column of each token of each trajectory.
+  """
+  logits = jax.nn.log_softmax(logits_of(params, *rows)[places])
+  targets = SEQUENCES[:, 1:, None]
+  return jnp.take_along_axis(logits[:, :-1], targets, axis=-1).sum((1, 2))
 
 
 def test_packed_and_padded_rows_agree_with_single_rows():
-  """cases row 37: log-probabilities and gradients, in four layouts."""
+  """cases row 37: log-probabilities in four layouts, gradients when packed."""
   weights = np.array([1.0, -2.0, 0.5, 3.0])
-  layouts = {
-    'single': single,
-    'packed': packed,
-    'left': functools.partial(padded, 'left'),
-    'right': functools.partial(padded, 'right'),
-  }
+  own_row = np.arange(COUNT)[:, None]
+  columns = np.arange(LENGTH)
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def value_and_grad(loss, params):
-    value, pull = jax.vjp(loss, params)
-    return value, pull(jnp.asarray(weights))[0]
+  def value(*layout):
+    return jax.jit(lambda params: logprobs_of(params, *layout))
+
+  def value_and_grad(*layout):
+    def run(params):
+      sums, pull = jax.vjp(lambda p: logprobs_of(p, *layout), params)
+      return sums, pull(jnp.asarray(weights))[0]
+
+    return jax.jit(run)
 
   with jax.enable_x64(True):
     params = init(CONFIG, jax.random.key(0))
-    results = {
-      name: value_and_grad(loss, params) for name, loss in layouts.items()
-    }
-  for name in ('packed', 'left', 'right'):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10),
-      results[name],
-      results['single'],
-    )
+    single = value_and_grad(padded_rows(0, 0), (own_row, columns))(params)
+    packed = value_and_grad(packed_row(), (0, places_in_packed_row()))(params)
+    left = value(padded_rows(4, 0), (own_row, columns + 4))(params)
+    right = value(padded_rows(0, 4), (own_row, columns))(params)
+  for padded in (left, right):
+    np.testing.assert_allclose(padded, single[0], rtol=1e-10)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10),
+    packed,
+    single,
+  )
 
 
 def test_members_of_a_packed_row_never_see_each_other():
