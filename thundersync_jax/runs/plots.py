@@ -196,12 +196,14 @@ def _draw_track(
   axes.broken_barh([step], (top, height), facecolors=IDLE)
   lanes = timeline_lib.stack(spans)
   lane_height = height / len(lanes)
+  thinnest = (record.end - record.start) / 500  # what the eye still finds
   for lane, held in enumerate(lanes):
     for name in dict.fromkeys(span.name for span in held):
+      widths = [max(s.end - s.start, thinnest) for s in held if s.name == name]
+      starts = [s.start - record.start for s in held if s.name == name]
       bars = [
-        (scale * (s.start - record.start), scale * (s.end - s.start))
-        for s in held
-        if s.name == name
+        (scale * start, scale * width)
+        for start, width in zip(starts, widths, strict=True)
       ]
       axes.broken_barh(
         bars,
@@ -209,7 +211,7 @@ def _draw_track(
         facecolors=COLOURS[name],
         edgecolors='white',
         # Edges tell neighbours apart; around very thin bars they hide them.
-        linewidth=0.4 if len(held) < 200 and len(lanes) < 16 else 0.0,
+        linewidth=0.4 if min(widths) > thinnest else 0.0,
       )
 
 
