@@ -83,6 +83,7 @@ def test_what_is_written_is_read_back(family, kind):
     ({'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     ({'attention_bias': True}, 'attention_bias=True'),
     ({'use_sliding_window': True}, 'use_sliding_window=True'),
+    ({'rope_parameters': {'partial_rotary_factor': 0.5}}, 'factor=0.5'),
     ({'num_key_value_heads': 2}, 'num_kv_heads=2 must divide num_heads=9'),
     ({'head_dim': 3}, 'head_dim=3 must be even'),
     ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "'dynamic'.*linear"),

@@ -184,8 +184,9 @@ def _refuse_other_architectures(hf: Mapping[str, Any], family: str) -> None:
     'use_sliding_window': False,
     'partial_rotary_factor': 1.0,
   }
+  rope = hf.get('rope_parameters') or {}
   for key, value in expected.items():
-    found = hf.get(key, value)
+    found = hf.get(key, rope.get(key, value))
     if found is not None and found != value:
       raise ValueError(
         f'config.json of {family} has {key}={found!r}; only {value!r} is '
@@ -210,7 +211,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
       high_freq_factor=float(_required(rope, 'high_freq_factor')),
       original_context=_required(rope, 'original_max_position_embeddings'),
     )
-  return theta, RopeScaling(kind, 1.0)
+  return theta, RopeScaling(kind, 1.0)  # raises, and names the known kinds
 
 
 # SmolLM2 is a llama.
