@@ -159,7 +159,7 @@ def _train(
   run.position, run.admitted = counters['position'], first
   if config.objective.kl_coef:
     run.ref_params = run.learner.place(run.loaded.params)
-  run.loaded = dataclasses.replace(run.loaded, params=None)  # half a model
+  run.loaded = dataclasses.replace(run.loaded, params=None)  # host memory
   # --- Warm up: every program a step needs, compiled before the first ------
   weights = run.publish(state.params)
   run.agent.engine.publish(weights, first)
@@ -181,7 +181,8 @@ def _train(
         done == config.steps
         or (config.eval.every_steps and done % config.eval.every_steps == 0)
       ):
-        scores['after'] = _evaluate(run, done)
+        with run.timeline.measure('host', 'evaluate'):
+          scores['after'] = _evaluate(run, done)
         values |= report.evaluation(scores['after'])
       every = config.checkpoint_every_steps
       # The line first: a resume cuts what no checkpoint stands behind.
@@ -267,17 +268,19 @@ def _stream_step(run: Run, params: Tree, step: int) -> None:
 def _admit_step(run: Run) -> None:
   """Submits the prompts of the next step."""
   run.frontier[run.admitted] = run.position
-  for _ in range(run.config.rollout.prompts_per_step):
-    _admit_prompt(run, run.admitted)
+  _admit(run, run.admitted, run.config.rollout.prompts_per_step)
   run.admitted += 1
 
 
-def _admit_prompt(run: Run, step: int) -> None:
-  prompt = run.prompts['train'][run.position]
-  run.position += 1
+def _admit(run: Run, step: int, count: int) -> None:
+  """Draws prompts and submits them; their groups are opened together."""
+  positions = range(run.position, run.position + count)
+  prompts = [run.prompts['train'][i] for i in positions]
+  run.position = positions.stop
   size = run.config.rollout.group_size
-  run.stream.queue.open(step, [prompt.prompt_id], size)
-  run.agent.submit(prompt, step, range(size))
+  run.stream.queue.open(step, [p.prompt_id for p in prompts], size)
+  for prompt in prompts:
+    run.agent.submit(prompt, step, range(size))
 
 
 def _resample(run: Run, group) -> None:
@@ -294,7 +297,7 @@ def _resample(run: Run, group) -> None:
     and drawn < block.max_resampled_prompts
   ):
     run.resampled[group.step] += 1
-    _admit_prompt(run, group.step)
+    _admit(run, group.step, 1)
 
 
 def _check_failures(run: Run, step: int, groups) -> None:
@@ -367,7 +370,8 @@ def _save(run: Run, saved, state, scores) -> None:
   if saved.latest_step() == done:
     return
   position = run.frontier.get(done, run.position)
-  saved.save(done, state, {'position': position, 'scores': scores})
+  with run.timeline.measure('host', 'checkpoint'):
+    saved.save(done, state, {'position': position, 'scores': scores})
   run.frontier = {s: p for s, p in run.frontier.items() if s >= done}
 
 
