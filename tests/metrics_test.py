@@ -50,7 +50,7 @@ def test_lines_and_events_hold_what_was_written(tmp_path):
   values = {
     'reward/mean': np.float32(0.25),
     'rollout/tokens': np.int64(12),
-    'learner/loss': jnp.asarray(-1.5, jnp.bfloat16),
+    'learner/grad_norm': jnp.asarray(-1.5, jnp.bfloat16),
     'learner/entropy': jnp.ones((1,)),
     'time/step_s': 0.1,
     'queue/open_groups': 3,
@@ -60,7 +60,7 @@ def test_lines_and_events_hold_what_was_written(tmp_path):
     'step': 4,
     'reward/mean': 0.25,
     'rollout/tokens': 12,
-    'learner/loss': -1.5,
+    'learner/grad_norm': -1.5,
     'learner/entropy': 1.0,
     'time/step_s': 0.1,
     'queue/open_groups': 3,
@@ -96,13 +96,13 @@ def test_a_value_that_is_not_one_number_is_refused(tmp_path, value):
 def test_a_value_that_is_not_finite_ends_the_run_but_keeps_the_line(tmp_path):
   """cases row 14: a missing reward must not end in a run that looks well."""
   metrics = metrics_lib.Metrics(tmp_path)
-  values = {'learner/loss': float('nan'), 'reward/mean': 1.0}
-  with pytest.raises(ValueError, match='step 3: learner/loss=nan must be'):
+  values = {'learner/grad_norm': float('nan'), 'reward/mean': 1.0}
+  with pytest.raises(ValueError, match='step 3: learner/grad_norm=nan must be'):
     metrics.write(3, values)
   with pytest.raises(ValueError, match='learner/grad_norm=inf'):
     metrics.write(4, {'learner/grad_norm': np.inf})
   assert metrics_lib.read(tmp_path / 'metrics.jsonl') == [
-    {'step': 3, 'learner/loss': None, 'reward/mean': 1.0},
+    {'step': 3, 'learner/grad_norm': None, 'reward/mean': 1.0},
     {'step': 4, 'learner/grad_norm': None},
   ]
 

@@ -240,6 +240,8 @@ def test_the_curve_shows_rewards_and_accuracies(tmp_path, shift):
 
 
 def test_a_run_without_rewards_has_no_curve(tmp_path):
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 0, "learner/loss": 1}\n')
+  (tmp_path / 'metrics.jsonl').write_text(
+    '{"step": 0, "learner/grad_norm": 1}\n'
+  )
   with pytest.raises(ValueError, match='holds no reward/mean'):
     plots.plot_curve(tmp_path)

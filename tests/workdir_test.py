@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,9 +23,8 @@ import ml_collections
 from thundersync_jax.runs import workdir as workdir_lib
 
 opened = workdir_lib.open_workdir(sys.argv[1], ml_collections.ConfigDict())
-worker = os.fork()
-if worker:
-  sys.stdout.write(f'{worker}\\n')
+if not os.fork():  # the worker speaks, so it has run what follows a fork
+  sys.stdout.write(f'{os.getpid()}\\n')
   sys.stdout.flush()
 time.sleep(60)
 """
@@ -79,18 +79,26 @@ def test_another_config_is_refused_with_every_key(tmp_path):
   workdir_lib.open_workdir(tmp_path, make_config()).close()
 
 
-def test_length_and_logging_of_a_run_may_change(tmp_path):
-  assert {'steps', 'checkpoint_every_steps', 'eval_every_steps'} <= set(
-    workdir_lib.MAY_CHANGE
-  )
+def test_every_key_that_may_change_is_one_of_the_config():
+  path = pathlib.Path(__file__).parents[1] / 'configs' / 'quickstart.py'
+  keys = runpy.run_path(str(path))['get_config']().to_dict()
+  for name in workdir_lib.MAY_CHANGE:
+    block, _, key = name.rpartition('.')
+    assert key in (keys[block] if block else keys), name
+
+
+def test_length_and_evaluations_of_a_run_may_change(tmp_path):
   config = make_config()
-  config.log = ml_collections.ConfigDict({'every_s': 1.0})
+  config.eval = ml_collections.ConfigDict({'every_steps': 5, 'k': 4})
   workdir_lib.open_workdir(tmp_path, config).close()
   config.steps = 30
-  config.log.every_s = 2.0
+  config.eval.every_steps = 3
   workdir_lib.open_workdir(tmp_path, config).close()
   written = json.loads((tmp_path / 'config.json').read_text())
-  assert (written['steps'], written['log']) == (30, {'every_s': 2.0})
+  assert (written['steps'], written['eval']['every_steps']) == (30, 3)
+  config.eval.k = 2
+  with pytest.raises(WorkdirError, match='eval.k: 4 in the workdir, 2 now'):
+    workdir_lib.open_workdir(tmp_path, config)
 
 
 def test_a_key_that_begins_like_an_allowed_one_may_not_change(tmp_path):

@@ -1,7 +1,6 @@
 """From what a step left behind to the numbers of metrics.py."""
 
 import dataclasses
-import json
 import pathlib
 import statistics
 from typing import Any
@@ -9,6 +8,20 @@ from typing import Any
 import numpy as np
 
 from thundersync_jax.runs import metrics
+
+# What the summary takes over all steps of a run.
+_MEDIANS = (
+  'time/step_s',
+  'time/rollout_idle_s',
+  'time/learner_idle_s',
+  'rollout/tokens_per_s',
+)
+_LARGEST = (
+  'staleness/max_steps',
+  'rollout/logprob_diff_max',
+  'queue/open_groups',
+  'queue/open_bytes',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +136,7 @@ def evaluation(scores: dict[str, Any], suffix: str = '') -> dict[str, float]:
     return values
   return values | {
     'eval/reward': scores['reward'],
+    'eval/failed': scores['failed'],
     'eval/length_mean_tokens': scores['length'],
     'eval/prompts': scores['prompts'],
     'eval/k': scores['k'],
@@ -159,27 +173,9 @@ def summary(
     if when in scores:
       facts |= evaluation(scores[when], f'_{when}')
   if steps:
-
-    def median(name):
-      return statistics.median(line[name] for line in steps)
-
-    for name in (
-      'time/step_s',
-      'time/rollout_idle_s',
-      'time/learner_idle_s',
-      'rollout/tokens_per_s',
-    ):
-      facts[name] = median(name)
-
-    def most(name):
-      return max(line.get(name, 0) for line in steps)
-
-    for name in (
-      'staleness/max_steps',
-      'rollout/logprob_diff_max',
-      'queue/open_groups',
-      'queue/open_bytes',
-    ):
-      facts[name] = most(name)
+    for name in _MEDIANS:
+      facts[name] = statistics.median(line[name] for line in steps)
+    for name in _LARGEST:
+      facts[name] = max(line.get(name, 0) for line in steps)
     facts['reward/mean'] = steps[-1].get('reward/mean', 0.0)
-  return metrics.write_summary(workdir, json.loads(json.dumps(facts)))
+  return metrics.write_summary(workdir, facts)

@@ -27,11 +27,8 @@ MAY_CHANGE = (
   'steps',
   'checkpoint_every_steps',
   'keep_checkpoints',
-  'eval_every_steps',
-  'log_every_steps',
-  'timeline_every_steps',
-  'timeline_steps',
-  'log',
+  'eval.every_steps',
+  'export_dir',
 )
 
 _ABSENT = '(absent)'
