@@ -5,6 +5,7 @@ errors. Shapes that the config leaves out are derived from its length limits.
 """
 
 import dataclasses
+import operator
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -21,9 +22,20 @@ from thundersync_jax.models import pretrained
 from thundersync_jax.objectives import advantages, aggregation, losses
 from thundersync_jax.rollout import agent as agent_lib
 from thundersync_jax.rollout import engine as engine_lib
+from thundersync_jax.streaming import scheduler
 from thundersync_jax.types import Sampling
 
-SCHEDULES = ('sync', 'thundersync', 'async')
+# Setting -> its values.
+CHOICES = {
+  'schedule': ('sync', 'thundersync', 'async'),
+  'estimator.name': advantages.ESTIMATORS,
+  'estimator.aggregation': aggregation.AGGREGATIONS,
+  'objective.loss': losses.LOSSES,
+  'objective.kl_estimator': losses.KL_ESTIMATORS,
+  'stream.granularity': scheduler.GRANULARITIES,
+  'stream.sums_on': ('device', 'host'),
+  'optimizer.schedule': optimizer.SCHEDULES,
+}
 
 
 def check(config: ConfigDict) -> None:
@@ -32,14 +44,10 @@ def check(config: ConfigDict) -> None:
   Raises:
     ValueError: naming the values and the fix.
   """
-  choose('schedule', config.schedule, SCHEDULES)
-  choose('estimator.name', config.estimator.name, advantages.ESTIMATORS)
-  choose(
-    'estimator.aggregation',
-    config.estimator.aggregation,
-    aggregation.AGGREGATIONS,
-  )
-  choose('stream.sums_on', config.stream.sums_on, ('device', 'host'))
+  for name, known in CHOICES.items():
+    value = operator.attrgetter(name)(config)
+    if value not in known:
+      raise ValueError(f'{name}={value!r} does not exist: {sorted(known)}')
   task_family(config.task.family)
   scope = advantages.ESTIMATORS[config.estimator.name].scope
   if config.estimator.resample_zero_variance:
@@ -75,13 +83,6 @@ def check(config: ConfigDict) -> None:
       'objective.loss=on_policy with schedule=async ignores the ratio to the '
       'behaviour_logprobs: use ppo_clip'
     )
-
-
-def choose(name: str, value: str, table):
-  """Returns the table's entry, or raises an error that lists what exists."""
-  if value not in table:
-    raise ValueError(f'{name}={value!r} does not exist: {sorted(table)}')
-  return table[value] if isinstance(table, dict) else value
 
 
 def max_staleness(config: ConfigDict) -> int:
@@ -238,9 +239,9 @@ def plan(config: ConfigDict) -> gradient_stream.Plan:
   )
 
 
-def round_up(size: int, multiple: int = 8) -> int:
-  """The next multiple."""
-  return -(-size // multiple) * multiple
+def round_up(size: int) -> int:
+  """The next multiple of 8."""
+  return -(-size // 8) * 8
 
 
 def doubling(first: int, last: int) -> tuple[int, ...]:
