@@ -19,12 +19,14 @@ FIRST_STEP = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """Attributes:
-  accuracy: share of prompts solved greedily (reward at least `solved`).
-  reward: mean greedy reward.
-  pass_at_k: share of prompts solved in k samples; None without samples.
-  length: mean sampled tokens of the greedy trajectories.
-  failed: trajectories that an environment failed to score; they count as 0.
+  """What one evaluation found.
+
+  Attributes:
+    accuracy: share of prompts solved greedily (reward at least `solved`).
+    reward: mean greedy reward.
+    pass_at_k: share of prompts solved in k samples; None without samples.
+    length: mean sampled tokens of the greedy trajectories.
+    failed: trajectories that an environment failed to score; they count as 0.
   """
 
   accuracy: float

@@ -49,11 +49,10 @@ class Plan:
   max_in_flight: int = 2
 
   def __post_init__(self):
-    sums = self.estimator.affine_in_reward or self.estimator.equal_rewards
-    if self.granularity == 'trajectory' and not sums:
+    if self.granularity == 'trajectory' and not self.estimator.equal_rewards:
       raise ValueError(
-        'an estimator that is neither affine in the reward nor a function of '
-        'reward and group cannot stream by trajectory: set granularity=group'
+        'granularity=trajectory with an estimator of equal_rewards=False: no '
+        'few sums represent its open groups; set granularity=group'
       )
 
 

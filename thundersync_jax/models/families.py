@@ -73,7 +73,7 @@ class ModelConfig:
   remat: bool = False
 
   def __post_init__(self):
-    _family(self.family)
+    switches(self.family)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_kv_heads={self.num_kv_heads} must divide '
@@ -100,7 +100,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
       another architecture (sliding window, other activation, extra biases).
   """
   family = _required(hf, 'model_type')
-  switches = _family(family)
+  flags = switches(family)
   _refuse_other_architectures(hf, family)
   theta, scaling = _rope(hf)
   heads = _required(hf, 'num_attention_heads')
@@ -119,7 +119,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     norm_eps=hf.get('rms_norm_eps', 1e-6),
     tied=hf.get('tie_word_embeddings', False),
     max_context=_required(hf, 'max_position_embeddings'),
-    **switches,
+    **flags,
   )
 
 
@@ -162,7 +162,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
   return hf
 
 
-def _family(name: str) -> dict[str, bool]:
+def switches(name: str) -> dict[str, bool]:
+  """What tells a family from the others, as fields of ModelConfig.
+
+  Raises:
+    ValueError: unknown family; the message lists those that exist.
+  """
   if name not in FAMILIES:
     raise ValueError(
       f'model family {name!r} is not implemented; known: {sorted(FAMILIES)}'

@@ -253,11 +253,7 @@ def _checked(
 
 def _random(family: str) -> Pretrained:
   """Two layers of width 32 with key 0; loads in a second."""
-  if family not in families.FAMILIES:
-    raise ValueError(
-      f'model family {family!r} is not implemented; known: '
-      f'{sorted(families.FAMILIES)}'
-    )
+  switches = families.switches(family)
   words = tokenizer.ByteTokenizer()
   config = ModelConfig(
     family=family,
@@ -270,7 +266,7 @@ def _random(family: str) -> Pretrained:
     head_dim=16,
     tied=True,
     max_context=512,
-    **families.FAMILIES[family],
+    **switches,
   )
   params = transformer.init(config, jax.random.key(0))
   return Pretrained(config, jax.tree.map(np.asarray, params), words, None)

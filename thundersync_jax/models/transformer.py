@@ -145,7 +145,7 @@ def forward(
   """Hidden states of packed rows, for head(params).
 
   Token q sees token k iff k <= q in the row, their segments are equal, and k
-  is in branch 0 or in the branch of q: several completions share one prompt,
+  is in branch 0 or in the branch of q: several members share one prompt,
   and never see each other. Padding sees padding only, and yields finite values.
   """
   chex.assert_rank(tokens, 2)

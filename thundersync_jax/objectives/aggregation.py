@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Aggregation:
-  """Attributes:
-  weight: sampled tokens of a trajectory -> weight of each of its tokens.
-  share: sampled tokens, constant -> what a trajectory adds to the denominator.
+  """Weights of tokens, and what they are divided by.
+
+  Attributes:
+    weight: sampled tokens of a trajectory -> weight of each of its tokens.
+    share: sampled tokens, constant -> what it adds to the denominator.
   """
 
   weight: Callable[[int], float]

@@ -1,1 +1,1 @@
-"""Host side of the stream: queue, scheduler, accumulators. Knows types only."""
+"""Host side of the stream: queue, scheduler, accumulators. Numpy, no model."""
