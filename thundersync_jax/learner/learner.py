@@ -96,6 +96,7 @@ class Learner:
     self._mesh = mesh
     self._sums_on_host = sums_on_host
     self._programs = {}
+    self._zero_makers = {}
     abstract = jax.eval_shape(
       functools.partial(transformer.init, config), jax.random.key(0)
     )
@@ -226,14 +227,16 @@ class Learner:
 
   def _zeros(self, like: Tree):
     """Returns a function that makes trees of zeros; keeps no array alive."""
-    shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like
-    )
+    leaves, tree = jax.tree.flatten(like)
+    kinds = tuple((x.shape, x.dtype) for x in leaves)
 
     def make():
-      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+      return jax.tree.unflatten(tree, [jnp.zeros(*kind) for kind in kinds])
 
-    return jax.jit(make, out_shardings=self._shardings)
+    if kinds not in self._zero_makers:
+      jitted = jax.jit(make, out_shardings=self._shardings)
+      self._zero_makers[kinds] = jitted
+    return self._zero_makers[kinds]
 
   def _args(self, params, ref_params, batch, sinks, stats):
     placed = self.place_batch(batch), dict(sinks), self._put(stats)
