@@ -136,6 +136,14 @@ def parse_settings(
   return settings_type(**args)
 
 
+def opening(question: str, system: str, suffix: str) -> list[Message]:
+  """The messages of a single-turn task: a system message, if any, and it."""
+  messages = [{'role': 'user', 'content': question + suffix}]
+  if system:
+    messages.insert(0, {'role': 'system', 'content': system})
+  return messages
+
+
 class FailureCounts:
   """Counts of handled failures by source; the first of each kind is logged."""
 

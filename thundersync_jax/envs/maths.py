@@ -150,11 +150,8 @@ class MathsEnvironment:
 
   def reset(self, task: dict[str, Any]) -> list[base.Message]:
     self._answer = task['answer']
-    content = task['question'] + self._settings.suffix
-    messages = [{'role': 'user', 'content': content}]
-    if self._settings.system:
-      messages.insert(0, {'role': 'system', 'content': self._settings.system})
-    return messages
+    settings = self._settings
+    return base.opening(task['question'], settings.system, settings.suffix)
 
   def step(self, text: str) -> base.EnvStep:
     limit_s = self._settings.timeout_s

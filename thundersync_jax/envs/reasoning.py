@@ -194,11 +194,8 @@ class ReasoningEnvironment:
 
   def reset(self, task: dict[str, Any]) -> list[base.Message]:
     self._task = task
-    content = task['question'] + self._settings.suffix
-    messages = [{'role': 'user', 'content': content}]
-    if self._settings.system:
-      messages.insert(0, {'role': 'system', 'content': self._settings.system})
-    return messages
+    settings = self._settings
+    return base.opening(task['question'], settings.system, settings.suffix)
 
   def step(self, text: str) -> base.EnvStep:
     answer = ANSWERS[self._settings.answer](text)

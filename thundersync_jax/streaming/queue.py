@@ -41,7 +41,9 @@ class Group:
 
   @property
   def closed(self) -> bool:
-    return len(self.scored) + len(self.failures) == self.size
+    """Every member is scored or has failed."""
+    scored = sum(t.reward is not None for t in self.members.values())
+    return scored + len(self.failures) == self.size
 
   @property
   def finished(self) -> bool:
