@@ -310,8 +310,9 @@ def _check_failures(run: Run, step: int, groups) -> None:
   scored = total - failures.total()
   if not scored or failures.total() - failures['truncated'] > limit * total:
     raise RuntimeError(
-      f'{failures.total()} of {total} trajectories of step {step} failed, more '
-      f'than max_failed_fraction={limit}: {dict(failures.most_common(3))}'
+      f'{failures.total()} of {total} trajectories of step {step} left their '
+      f'groups (max_failed_fraction={limit}): {dict(failures.most_common(3))}; '
+      'mend what they name, or raise the limit'
     )
 
 

@@ -15,17 +15,10 @@ import jax.numpy as jnp
 from thundersync_jax.kernels import precision
 
 
-def token_logprobs(
-  hidden, head, targets, temperature, vocab_chunk, compute_dtype
-):
-  """See api.token_logprobs."""
-  return _token_logprobs(
-    hidden, head, targets, temperature, vocab_chunk, compute_dtype
-  )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _token_logprobs(*args):
+def token_logprobs(hidden, head, targets, temperature, chunk, compute_dtype):
+  """See api.token_logprobs."""
+  args = (hidden, head, targets, temperature, chunk, compute_dtype)
   return _forward(*args)[0]
 
 
@@ -122,4 +115,4 @@ def _backward(chunk, compute_dtype, residuals, cotangents):
   )
 
 
-_token_logprobs.defvjp(_forward, _backward)
+token_logprobs.defvjp(_forward, _backward)

@@ -12,6 +12,8 @@ import dataclasses
 import time
 from typing import Any
 
+import numpy as np
+
 from thundersync_jax.learner import gradients, packing
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.objectives import advantages, aggregation
@@ -188,7 +190,7 @@ class GradientStream:
       share(t.num_sampled, self._plan.constant_tokens) for t in sound
     )
     versions = frozenset(
-      int(v) for t in sound for v in set(t.policy_versions[t.loss_mask])
+      int(v) for t in sound for v in np.unique(t.policy_versions[t.loss_mask])
     )
     self.scheduler.retire(step)
     gradient = learner_lib.BatchGradient(
