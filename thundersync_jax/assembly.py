@@ -35,6 +35,28 @@ CHOICES = {
   'stream.granularity': scheduler.GRANULARITIES,
   'stream.sums_on': ('device', 'host'),
   'optimizer.schedule': optimizer.SCHEDULES,
+  'rollout.weights_dtype': ('float32', 'bfloat16'),
+}
+# Setting -> its smallest value.
+AT_LEAST = {
+  'steps': 1,
+  'checkpoint_every_steps': 0,
+  'max_failed_fraction': 0,
+  'rollout.prompts_per_step': 1,
+  'rollout.group_size': 1,
+  'rollout.max_turn_tokens': 1,
+  'rollout.max_trajectory_tokens': 1,
+  'rollout.max_turns': 1,
+  'estimator.constant_tokens': 0,
+  'estimator.max_resampled_prompts': 0,
+  'objective.kl_coef': 0,
+  'optimizer.learning_rate': 0,
+  'optimizer.warmup_steps': 0,
+  'optimizer.weight_decay': 0,
+  'optimizer.clip_norm': 0,
+  'eval.prompts': 0,
+  'eval.every_steps': 0,
+  'eval.samples': 0,
 }
 
 
@@ -48,6 +70,10 @@ def check(config: ConfigDict) -> None:
     value = operator.attrgetter(name)(config)
     if value not in known:
       raise ValueError(f'{name}={value!r} does not exist: {sorted(known)}')
+  for name, least in AT_LEAST.items():
+    value = operator.attrgetter(name)(config)
+    if not value >= least:  # NaN too
+      raise ValueError(f'{name}={value} must be at least {least}')
   task_family(config.task.family)
   scope = advantages.ESTIMATORS[config.estimator.name].scope
   if config.estimator.resample_zero_variance:
@@ -169,20 +195,26 @@ def shapes(config: ConfigDict) -> tuple[packing.Shape, ...]:
   """The shapes of packed batches: every row count with every row length."""
   block = config.rollout
   rows = config.learner.rows
-  lengths = tuple(
-    zip(config.learner.row_tokens, config.learner.row_targets, strict=True)
-  )
+  tokens, targets = config.learner.row_tokens, config.learner.row_targets
+  if not rows or min(rows) < 1 or len(tokens) != len(targets):
+    raise ValueError(
+      f'learner.rows={rows} must hold numbers from 1, and '
+      f'learner.row_tokens={tokens} as many as learner.row_targets={targets}'
+    )
+  lengths = tuple(zip(tokens, targets, strict=True))
   if not lengths:
     one = block.max_trajectory_tokens
     whole = block.group_size * one
     single = (round_up(block.max_context), round_up(one))
     group = (round_up(block.max_prompt_tokens + whole), round_up(whole))
     lengths = (single, max(single, group))
-  longest = max(tokens for tokens, _ in lengths)
-  if longest < block.max_context:
+  # The longest trajectory must fit, or the run would end when it comes.
+  most = min(block.max_trajectory_tokens, block.max_context)
+  if not any(t >= block.max_context and n >= most for t, n in lengths):
     raise ValueError(
-      f'learner.row_tokens={config.learner.row_tokens}: the longest must be at '
-      f'least rollout.max_context={block.max_context}'
+      f'learner.row_tokens={tokens} with learner.row_targets={targets}: one '
+      f'row needs at least rollout.max_context={block.max_context} tokens and '
+      f'{most} targets (rollout.max_trajectory_tokens)'
     )
   return tuple(
     packing.Shape(count, *length)
