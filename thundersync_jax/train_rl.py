@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 
 from thundersync_jax import assembly, evaluate
 from thundersync_jax import mesh as mesh_lib
+from thundersync_jax.envs import base as envs_base
 from thundersync_jax.envs import prompt_sets, worker_pool
 from thundersync_jax.learner import gradient_stream, optimizer, weight_sync
 from thundersync_jax.learner import learner as learner_lib
@@ -242,7 +243,8 @@ def _step(run: Run, state, step: int, observer: Observer | None):
 def _counts(run: Run) -> report.Counts:
   engine = dataclasses.asdict(run.agent.engine.counters)
   compiled = len(compilations.names())
-  return report.Counts(engine, run.stream.launches, compiled)
+  failures = sum(envs_base.SCORING_FAILURES.counts().values())
+  return report.Counts(engine, run.stream.launches, compiled, failures)
 
 
 def _stream_step(run: Run, params: Tree, step: int) -> None:

@@ -25,6 +25,7 @@ class Outcome:
   error: str | None  # source, type and message
   seconds: float  # from the start of the call in its thread
   timed_out: bool = False
+  ended: float = dataclasses.field(default_factory=time.perf_counter)
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,6 +12,7 @@ import dataclasses
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from thundersync_jax.learner import gradients, packing
@@ -196,7 +197,7 @@ class GradientStream:
     gradient = learner_lib.BatchGradient(
       self.accumulators.finish(), denominator, versions
     )
-    stats, self._stats = self._stats, gradients.Stats.zeros()
+    stats, self._stats = jax.device_get(self._stats), gradients.Stats.zeros()
     return gradient, stats
 
   def _places(self, work: scheduler.Work):

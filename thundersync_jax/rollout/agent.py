@@ -174,6 +174,9 @@ class Agent:
     return events + (self._start_group(live) if stage == 'reset' else [])
 
   def _set_prompt(self, live: _Live, messages: Any) -> None:
+    if not isinstance(messages, (list, tuple)):  # nothing lazy runs here
+      kind = type(messages).__name__
+      raise TypeError(f'returned {kind}, not a list of messages')
     prompt = self._tokenizer.apply_chat_template(list(messages))
     if not len(prompt):
       raise ValueError(f'the messages {messages} make no prompt token')
@@ -301,9 +304,8 @@ class Agent:
 
   def _record(self, outcome, stage: str) -> None:
     if self._timeline is not None and stage == 'step':
-      end = self._timeline.now()
-      start = end - outcome.seconds
-      self._timeline.span('environment', 'grading', start, end)
+      start = outcome.ended - outcome.seconds
+      self._timeline.span('environment', 'grading', start, outcome.ended)
 
   def _check_closed(self, outcome) -> None:
     if outcome.error is not None:

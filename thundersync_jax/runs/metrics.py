@@ -48,6 +48,7 @@ METRICS = {
   'rollout/length_mean_tokens': 'mean sampled length [tokens]',
   'rollout/length_max_tokens': 'longest sampled length [tokens]',
   'rollout/truncated_fraction': 'share that a length limit ended [0..1]',
+  'rollout/scoring_failures': 'answers that broke the scorer, reward 0 [count]',
   'rollout/failed': 'trajectories masked after a failure [count]',
   'rollout/entropy': 'mean -log-probability of sampled tokens [nats]',
   # |learner - rollout| log-probability, over the tokens trained on.

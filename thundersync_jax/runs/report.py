@@ -32,11 +32,13 @@ class Counts:
     engine: dict of rollout.device.Counters.
     launches: gradient programs.
     compiled: programs compiled.
+    scoring_failures: answers on which the scorer itself failed; reward 0.
   """
 
   engine: dict[str, int]
   launches: int
   compiled: int
+  scoring_failures: int
 
   def since(self, before: 'Counts') -> 'Counts':
     """What was added after `before`."""
@@ -45,6 +47,7 @@ class Counts:
       engine,
       self.launches - before.launches,
       self.compiled - before.compiled,
+      self.scoring_failures - before.scoring_failures,
     )
 
 
@@ -105,6 +108,7 @@ def work(timeline, spans, counts: Counts) -> dict[str, float]:
     'rollout/launches': engine['launches'],
     'learner/launches': counts.launches,
     'host/compilations': counts.compiled,
+    'rollout/scoring_failures': counts.scoring_failures,
   }
   if engine['row_steps']:
     used = engine['tokens'] / engine['row_steps']
