@@ -93,7 +93,10 @@ def checked_reward(value: Any, source: str) -> float:
     shape == () and value.dtype.kind not in _NOT_NUMBERS
   )
   if is_number:
-    number = float(value)
+    try:
+      number = float(value)
+    except OverflowError:  # an integer beyond float64
+      number = math.inf
     if math.isfinite(number) and abs(number) <= _FLOAT32_MAX:
       return number
     problem = f'which is not finite in float32 (limit {_FLOAT32_MAX:.3g})'
