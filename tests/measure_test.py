@@ -39,6 +39,23 @@ def test_limits_are_positive_and_a_larger_product_takes_longer():
   assert 0 < small < large
 
 
+def test_limit_by_hand():
+  limit = measure.Limit(
+    nbytes=100, flops=60, bytes_per_s=50.0, flops_per_s=20.0
+  )
+  assert limit.seconds == 3.0  # 2 s of reading, 3 s of products
+  # 3 rows, two matrices of 4 by 5 and one of 6 by 7, in 2 bytes a number.
+  found = measure.product_limit(
+    3,
+    {'a': (4, 5, 2), 'b': (6, 7, 1)},
+    dtype='bfloat16',
+    more_numbers=9,
+    more_flops=11,
+  )
+  assert found.nbytes == 2 * (2 * 20 + 42 + 9)
+  assert found.flops == 2 * 3 * (2 * 20 + 42) + 11
+
+
 def test_rounded_keeps_what_is_no_float():
   figures = {'a': 0.123456, 'b': [12345.678, 3], 'c': None, 'd': True}
   want = {'a': 0.1235, 'b': [12350.0, 3], 'c': None, 'd': True}

@@ -100,7 +100,7 @@ def train(
   """
   assembly.check(config)
   with workdir.open_workdir(path, config) as directory:
-    run = _set_up(config, directory.path)
+    run = set_up(config, directory.path)
     try:
       return _train(run, directory.path, observer)
     finally:
@@ -108,7 +108,8 @@ def train(
         pool.close()
 
 
-def _set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
+def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
+  """Makes the parts of a run; nothing is compiled or trained yet."""
   # --- Devices -------------------------------------------------------------
   meshes = mesh_lib.rollout_and_learner(
     rollout_devices=config.mesh.rollout_devices,
@@ -155,7 +156,7 @@ def _train(
   saved = checkpoints.Checkpoints(
     directory / 'checkpoints', config.keep_checkpoints
   )
-  state, counters = _restore(run, saved)
+  state, counters = restore(run, saved)
   first = int(state.step)
   run.position, run.admitted = counters['position'], first
   if config.objective.kl_coef:
@@ -169,7 +170,7 @@ def _train(
   # --- Evaluate before -----------------------------------------------------
   scores = counters.get('scores', {})
   if first == 0 and config.eval.prompts:
-    scores['before'] = _evaluate(run, 0)
+    scores['before'] = evaluate_weights(run, 0)
   # --- Steps ---------------------------------------------------------------
   with metrics.Metrics(directory, first) as writer:
     if first == 0 and scores:
@@ -183,7 +184,7 @@ def _train(
         or (config.eval.every_steps and done % config.eval.every_steps == 0)
       ):
         with run.timeline.measure('host', 'evaluate'):
-          scores['after'] = _evaluate(run, done)
+          scores['after'] = evaluate_weights(run, done)
         values |= report.evaluation(scores['after'])
       every = config.checkpoint_every_steps
       # The line first: a resume cuts what no checkpoint stands behind.
@@ -336,7 +337,7 @@ def _warm_up(run: Run, state) -> None:
   run.learner.warm_up(state, run.ref_params, kinds)
 
 
-def _evaluate(run: Run, step: int) -> dict[str, float]:
+def evaluate_weights(run: Run, step: int) -> dict[str, float]:
   """Evaluates the weights that the rollout has now."""
   block, engine = run.config.eval, run.evaluator.engine
   engine.publish(run.agent.engine.params, step)
@@ -357,7 +358,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
   return scores
 
 
-def _restore(run: Run, saved: checkpoints.Checkpoints):
+def restore(run: Run, saved: checkpoints.Checkpoints):
   """The state to start from, and its counters."""
   state = run.learner.init_state(run.loaded.params)
   restored = saved.restore(state)

@@ -115,6 +115,58 @@ def matmul_s(
   return best / (count + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+  """What a program that reads and multiplies needs at least.
+
+  Attributes:
+    nbytes: read once.
+    flops: of all products.
+    bytes_per_s: reading so many bytes again and again.
+    flops_per_s: of the products, each alone.
+  """
+
+  nbytes: int
+  flops: int
+  bytes_per_s: float
+  flops_per_s: float
+
+  @property
+  def seconds(self) -> float:
+    """The longer of reading and multiplying."""
+    return max(self.nbytes / self.bytes_per_s, self.flops / self.flops_per_s)
+
+
+def product_limit(
+  rows: int,
+  matrices: dict[str, tuple[int, int, int]],
+  *,
+  dtype: str,
+  more_numbers: int = 0,
+  more_flops: int = 0,
+) -> Limit:
+  """Measures the limit of `rows` vectors times some matrices, here and now.
+
+  Args:
+    rows: vectors, multiplied at once.
+    matrices: name -> (inner size, columns, how many of this size).
+    dtype: of all numbers.
+    more_numbers: numbers to read beside the matrices.
+    more_flops: floating-point operations beside the products.
+  """
+  sizes = matrices.values()
+  numbers = sum(inner * columns * count for inner, columns, count in sizes)
+  nbytes = (numbers + more_numbers) * jnp.dtype(dtype).itemsize
+  seconds = sum(
+    count * matmul_s(rows, inner, columns, dtype)
+    for inner, columns, count in sizes
+  )
+  flops = 2 * rows * numbers
+  return Limit(
+    nbytes, flops + more_flops, read_bandwidth(nbytes), flops / seconds
+  )
+
+
 def machine() -> dict[str, Any]:
   """What to write beside every figure."""
   return {

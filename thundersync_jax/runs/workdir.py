@@ -27,7 +27,7 @@ MAY_CHANGE = (
   'steps',
   'checkpoint_every_steps',
   'keep_checkpoints',
-  'eval.every_steps',
+  'eval',
   'export_dir',
 )
 
