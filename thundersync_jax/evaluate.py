@@ -51,7 +51,13 @@ def play(
     played += [t for t in events if t.reward is not None or t.failure]
     if not events:
       agent.wait(0.001)
-  return played
+  # In a fixed order, so that means do not depend on who ended first.
+  return sorted(played, key=lambda t: (t.prompt_id, t.member))
+
+
+def is_solved(trajectory: Trajectory, solved: float) -> bool:
+  """Whether it has at least this reward; a failure never is."""
+  return trajectory.reward is not None and trajectory.reward >= solved
 
 
 def evaluate(
@@ -93,7 +99,7 @@ def evaluate(
     failed += sum(t.failure is not None for t in sampled)
     rate = pass_at_k(sampled, samples, k, solved)
   return Evaluation(
-    accuracy=float(np.mean([r >= solved for r in rewards])),
+    accuracy=float(np.mean([is_solved(t, solved) for t in greedy])),
     reward=float(np.mean(rewards)),
     pass_at_k=rate,
     length=float(np.mean([t.num_sampled for t in greedy])),
@@ -107,8 +113,8 @@ def pass_at_k(
   """Mean over prompts of the unbiased estimate; failures are not solved."""
   counts: dict[int, int] = {}
   for t in trajectories:
-    hit = t.reward is not None and t.reward >= solved
-    counts[t.prompt_id] = counts.get(t.prompt_id, 0) + hit
+    hits = counts.get(t.prompt_id, 0) + is_solved(t, solved)
+    counts[t.prompt_id] = hits
   total = math.comb(samples, k)
   misses = [math.comb(samples - c, k) / total for c in counts.values()]
   return 1.0 - float(np.mean(misses))
