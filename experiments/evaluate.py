@@ -42,7 +42,8 @@ def main(argv):
       run.agent.engine.publish(run.publish(state.params), step)
       figures = train_rl.evaluate_weights(run, step)
     finally:
-      run.pool.close()
+      for pool in run.pools:
+        pool.close()
   print(json.dumps(measure.rounded({'step': step} | figures)))
 
 

@@ -92,12 +92,12 @@ def test_length_and_evaluations_of_a_run_may_change(tmp_path):
   config.eval = ml_collections.ConfigDict({'every_steps': 5, 'k': 4})
   workdir_lib.open_workdir(tmp_path, config).close()
   config.steps = 30
-  config.eval.every_steps = 3
+  config.eval.every_steps, config.eval.k = 3, 2  # the block, whole
   workdir_lib.open_workdir(tmp_path, config).close()
   written = json.loads((tmp_path / 'config.json').read_text())
   assert (written['steps'], written['eval']['every_steps']) == (30, 3)
-  config.eval.k = 2
-  with pytest.raises(WorkdirError, match='eval.k: 4 in the workdir, 2 now'):
+  config.evaluation = 1
+  with pytest.raises(WorkdirError, match='evaluation: .*absent.* in'):
     workdir_lib.open_workdir(tmp_path, config)
 
 
