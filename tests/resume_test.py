@@ -118,7 +118,9 @@ def test_killed_runs_end_bit_for_bit_the_same(alone, folder):
   config = tiny('sync')
   a, b = restored(config, path), restored(config, alone)
   assert a.step == b.step == STEPS
-  assert a.counters == b.counters == {'position': STEPS * PROMPTS, 'scores': {}}
+  for counters in (a.counters, b.counters):
+    assert counters.pop('seconds') > 0
+    assert counters == {'position': STEPS * PROMPTS, 'scores': {}}
   for x, y in zip(
     jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True
   ):
@@ -171,3 +173,20 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(alone, folder, monkeypatch):
     jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True
   ):
     np.testing.assert_array_equal(x, y)
+
+
+def test_fewer_steps_than_are_done_are_refused(alone):
+  config = tiny('sync')
+  config.steps = STEPS - 1
+  with pytest.raises(ValueError, match=f'steps={STEPS - 1}, .* step {STEPS}'):
+    train_rl.train(config, str(alone))
+  config.steps = STEPS  # as it was, for the other tests
+  assert train_rl.train(config, str(alone)).summary['steps'] == STEPS
+
+
+def test_a_run_that_never_began_does_not_claim_its_workdir(tmp_path):
+  config = tiny('sync')
+  config.model.source = 'random:none'
+  with pytest.raises(ValueError, match='none'):
+    train_rl.train(config, str(tmp_path))
+  assert not (tmp_path / 'config.json').exists()

@@ -100,7 +100,12 @@ def train(
   """
   assembly.check(config)
   with workdir.open_workdir(path, config) as directory:
-    run = set_up(config, directory.path)
+    try:
+      run = set_up(config, directory.path)
+    except BaseException:
+      if not (directory.path / 'metrics.jsonl').exists():
+        (directory.path / 'config.json').unlink()  # there is no run to protect
+      raise
     try:
       return _train(run, directory.path, observer)
     finally:
@@ -151,13 +156,19 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
 def _train(
   run: Run, directory: pathlib.Path, observer: Observer | None
 ) -> Result:
-  config, started = run.config, time.perf_counter()
+  config = run.config
   # --- Resume --------------------------------------------------------------
   saved = checkpoints.Checkpoints(
     directory / 'checkpoints', config.keep_checkpoints
   )
   state, counters = restore(run, saved)
   first = int(state.step)
+  if first > config.steps:
+    raise ValueError(
+      f'steps={config.steps}, but {directory} holds step {first}: raise steps, '
+      'or choose another --workdir'
+    )
+  started = time.perf_counter() - counters.get('seconds', 0.0)
   run.position, run.admitted = counters['position'], first
   if config.objective.kl_coef:
     run.ref_params = run.learner.place(run.loaded.params)
@@ -190,7 +201,8 @@ def _train(
       # The line first: a resume cuts what no checkpoint stands behind.
       writer.write(step, values)
       if (every and done % every == 0) or done == config.steps:
-        _save(run, saved, state, scores)
+        seconds = time.perf_counter() - started
+        _save(run, saved, state, {'scores': scores, 'seconds': seconds})
       bar.update(step, values)
     bar.close()
   # --- Report --------------------------------------------------------------
@@ -368,14 +380,14 @@ def restore(run: Run, saved: checkpoints.Checkpoints):
   return restored.state, restored.counters
 
 
-def _save(run: Run, saved, state, scores) -> None:
+def _save(run: Run, saved, state, counters: dict[str, Any]) -> None:
   """Saves at the barrier; prompts in flight will be issued again."""
   done = int(state.step)
   if saved.latest_step() == done:
     return
   position = run.frontier.get(done, run.position)
   with run.timeline.measure('host', 'checkpoint'):
-    saved.save(done, state, {'position': position, 'scores': scores})
+    saved.save(done, state, counters | {'position': position})
   run.frontier = {s: p for s, p in run.frontier.items() if s >= done}
 
 

@@ -237,7 +237,8 @@ class Agent:
         )
         self.engine.resume(*live.key, observation, self._room(live))
         return []
-    if result.done and not live.rewards:
+    last = len(live.trajectory.turns) >= live.environment.max_turns
+    if (result.done or last) and not live.rewards:
       envs_base.checked_reward(None, name)
     if not result.done:
       live.trajectory = self._cut(live)

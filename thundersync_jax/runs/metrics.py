@@ -56,7 +56,7 @@ METRICS = {
   'rollout/slots_used_fraction': 'share of decoded rows that were live [0..1]',
   'rollout/launches': 'device programs of the rollout engine [count]',
   'learner/grad_norm': 'global norm of the gradient before the clip [1]',
-  'learner/tokens': 'tokens with a loss weight [tokens]',
+  'learner/tokens': 'tokens whose gradient was computed [tokens]',
   'learner/entropy': 'mean entropy of the policy on those tokens [nats]',
   'learner/learning_rate': 'learning rate of the update [1]',
   'learner/clip_fraction': 'share of tokens whose ratio was clipped [0..1]',
@@ -79,7 +79,7 @@ METRICS = {
   'time/barrier_s': 'time of the optimizer update [s]',
   'time/publish_s': 'time of handing the parameters to the rollout [s]',
   'time/eval_s': 'time of evaluation [s]',
-  'time/total_s': 'wall time since the run was started or resumed [s]',
+  'time/total_s': 'wall time of the run up to here, resumes added up [s]',
   'host/compilations': 'programs compiled in the step [count]',
 }  # fmt: skip
 
