@@ -34,6 +34,7 @@ def games(schedule):
   changes = {
     'schedule': schedule,
     'checkpoint_every_steps': 0,
+    'max_failed_fraction': 0.0,  # what is cut has not failed
     'eval.prompts': 0,
     'task.family': 'toy_guess',
     'task.args': {'max_turns': 3, 'latency_s': 0.01},
