@@ -3,8 +3,8 @@
   python experiments/train_rl.py --config=configs/quickstart.py \
     --workdir=runs/quickstart
 
-Hardware: 2 CPU cores, 6 GiB of memory. Time: under 15 minutes.
-Expected: greedy held-out accuracy rises by at least 0.3.
+Hardware: 2 CPU cores, 8 GiB of memory. Time: 6 to 8 minutes.
+Expected: greedy held-out accuracy 0.29 before, about 0.7 after.
 
   --config=configs/quickstart.py:debug   a tiny random model, seconds
 """
