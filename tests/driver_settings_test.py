@@ -179,3 +179,11 @@ def test_settings_that_contradict_each_other(tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     train_rl.train(config, str(tmp_path / 'run'))
   assert not (tmp_path / 'run').exists()
+
+
+def test_an_unknown_setting_is_refused():
+  config = quickstart.get_config('debug')
+  with pytest.raises(AttributeError, match='Did you mean "group_size"'):
+    config.rollout.group_sise = 8
+  with pytest.raises(ValueError, match='quickstart.py:fast does not exist'):
+    quickstart.get_config('fast')
