@@ -58,7 +58,10 @@ def cached_and_dense(t, s):
   positions = np.arange(s - t, s) * np.ones((2, 1), int)
   ones = np.ones((2, s), int)
   cached = attention_api.cached_attention(
-    jnp.asarray(q[:, -t:]), jnp.asarray(k), jnp.asarray(v), positions
+    jnp.asarray(q[:, -t:]),
+    jnp.asarray(k).transpose(0, 2, 3, 1),
+    jnp.asarray(v).swapaxes(1, 2),
+    positions,
   )
   dense = dense_attention(*map(jnp.asarray, (q, k, v)), ones, ones)
   return cached, dense[:, -t:]
@@ -84,19 +87,21 @@ def test_a_row_depends_on_neither_its_slot_nor_the_cache_length(
   rng = np.random.default_rng(2)
   slots, heads, h = 16, 3, 64
   q = rng.normal(size=(slots, t, 3 * heads, h)).astype(np.float32)
-  kv = rng.normal(size=(2, slots, 128, heads, h)).astype(np.float32)
+  k = rng.normal(size=(slots, heads, h, 128)).astype(np.float32)
+  v = rng.normal(size=(slots, heads, 128, h)).astype(np.float32)
   positions = rng.integers(0, 30, (slots, 1)) + np.arange(t)
   attend = jax.jit(
     functools.partial(
       attention_api.cached_attention, compute_dtype=compute_dtype
     )
   )
-  expected = attend(q, *kv[:, :, :64], positions)
-  for length in (48, 96, 128):
+  expected = attend(q, k[..., :64], v[:, :, :64], positions)
+  for length in (48, 72, 96, 128):
     moved = rng.permutation(slots)
-    other = kv.copy()
-    other[:, :, 35:] = rng.normal(size=other[:, :, 35:].shape)
-    out = attend(q[moved], *other[:, moved, :length], positions[moved])
+    keys, values = k[moved, ..., :length], v[moved, :, :length]
+    keys[..., 35:] = rng.normal(size=keys[..., 35:].shape)
+    values[:, :, 35:] = rng.normal(size=values[:, :, 35:].shape)
+    out = attend(q[moved], keys, values, positions[moved])
     np.testing.assert_array_equal(out, expected[moved])
 
 

@@ -140,7 +140,9 @@ def test_extend_in_pieces_agrees_with_forward(layout):
       pieces.append(hidden)
       at += size
     logits = jnp.concatenate(pieces, axis=1) @ transformer.head(params).T
-    assert cache[0][0].shape == (2, 16, config.num_kv_heads, config.head_dim)
+    keys, values = cache[0]
+    assert keys.shape == (2, config.num_kv_heads, config.head_dim, 16)
+    assert values.shape == (2, config.num_kv_heads, 16, config.head_dim)
   np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -35,8 +35,8 @@ def packed_attention(
 
 def cached_attention(
   q: jax.Array,  # [B, T, N, H], rotary positions applied
-  k: jax.Array,  # [B, S, K, H], the cache
-  v: jax.Array,  # [B, S, K, H]
+  k: jax.Array,  # [B, K, H, S], the cache; keys are transposed
+  v: jax.Array,  # [B, K, S, H]
   positions: jax.Array,  # i32[B, T], positions of the queries in the cache
   *,
   compute_dtype: str = 'float32',

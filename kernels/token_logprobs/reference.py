@@ -96,20 +96,21 @@ def _backward(chunk, compute_dtype, residuals, cotangents):
     grad = jnp.where(ids >= i * chunk, grad / temperature, 0)
     grad_hidden += einsum('nv,vd->nd', grad, rows)
     # Rows that two chunks share get zeros from the second: hence the sum.
-    old = jax.lax.dynamic_slice_in_dim(grad_head, starts[i], chunk)
-    new = old + einsum('nv,nd->vd', grad, hidden)
+    old = jax.lax.dynamic_slice_in_dim(grad_head, starts[i], chunk, axis=1)
+    new = old + einsum('nd,nv->dv', hidden, grad)
     grad_head = jax.lax.dynamic_update_slice_in_dim(
-      grad_head, new, starts[i], axis=0
+      grad_head, new, starts[i], axis=1
     )
     return (grad_hidden, grad_head), None
 
   dtype = _dtype(hidden, head, compute_dtype)
-  carry = (jnp.zeros(hidden.shape, dtype), jnp.zeros(head.shape, dtype))
+  # [D, V] until the end: XLA would transpose each chunk of gradients instead.
+  carry = (jnp.zeros(hidden.shape, dtype), jnp.zeros(head.T.shape, dtype))
   carry, _ = jax.lax.scan(step, carry, jnp.arange(len(starts)))
   grad_hidden, grad_head = carry
   return (
     grad_hidden.astype(hidden.dtype),
-    grad_head.astype(head.dtype),
+    grad_head.T.astype(head.dtype),
     None,
     jnp.zeros_like(temperature),
   )

@@ -183,10 +183,10 @@ def extend(
 
   def attend_with(layer_cache):
     def attend(q, k, v):
-      keys, values = (
-        old.at[rows, positions].set(new.astype(old.dtype), mode='drop')
-        for old, new in zip(layer_cache, (k, v), strict=True)
-      )
+      keys, values = layer_cache
+      k, v = k.astype(keys.dtype), v.astype(values.dtype)
+      keys = keys.at[rows, :, :, positions].set(k, mode='drop')
+      values = values.at[rows, :, positions].set(v, mode='drop')
       out = attention_api.cached_attention(
         q, keys, values, positions, compute_dtype=config.compute_dtype
       )
@@ -203,10 +203,17 @@ def extend(
 def empty_cache(
   config: families.ModelConfig, rows: int, length: int, dtype: jnp.dtype
 ) -> Cache:
-  """L pairs (k, v) of zeros [rows, length, K, H]."""
-  shape = (rows, length, config.num_kv_heads, config.head_dim)
+  """L pairs of zeros: keys [rows, K, H, length], values [rows, K, length, H].
+
+  Keys are transposed: a decode step multiplies with them as they lie, and its
+  rounding does not depend on the length.
+  """
+  k, h = config.num_kv_heads, config.head_dim
   return [
-    (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    (
+      jnp.zeros((rows, k, h, length), dtype),
+      jnp.zeros((rows, k, length, h), dtype),
+    )
     for _ in range(config.num_layers)
   ]
 

@@ -86,9 +86,14 @@ class Device:
     arrays, tree = jax.tree.flatten(self._cache)
     self._cache = None
     arrays.reverse()
+    shapes = jax.eval_shape(
+      lambda: transformer.empty_cache(
+        self._config, self._slots, length, self._dtype
+      )
+    )
     longer = [
-      programs.grow(self._mesh, arrays.pop(), length)
-      for _ in range(len(arrays))
+      programs.grow(self._mesh, arrays.pop(), leaf.shape)
+      for leaf in jax.tree.leaves(shapes)
     ]
     self._cache = jax.tree.unflatten(tree, longer)
     self.cache_length = length

@@ -7,7 +7,7 @@
 so a token depends on its own trajectory and the parameters, never on the slot,
 on the other rows or on time. Only decode_chunk computes logits: the last token
 of a prefix is never prefilled, it is the first token that the next chunk feeds.
-The cache ([slots, C, K, H] a layer) stays on the devices; the host (engine.py)
+The cache (transformer.empty_cache) stays on the devices; the host (engine.py)
 keeps everything else and sends what a program needs.
 """
 
@@ -24,8 +24,7 @@ from thundersync_jax import mesh as mesh_lib
 from thundersync_jax.kernels import precision
 from thundersync_jax.models import families, transformer
 
-LENGTH_AXIS = 1  # of a cache array
-_CACHE_AXES = ('slots', None, 'kv_heads', None)
+_CACHE_AXES = ('slots', 'kv_heads', None, None)
 
 # Rows of the table that the host sends with each chunk, one column a slot.
 ROWS = ('token', 'position', 'limit', 'active', 'step', 'prompt_id', 'member')
@@ -183,7 +182,7 @@ def prefill(
   params: transformer.Params,
   tokens: jax.Array,  # i32[B, T], padded at the end
   dtype: str,
-) -> transformer.Cache:  # [B, T, K, H] a layer
+) -> transformer.Cache:  # of length T
   """K/V of whole prompts. What lies behind a prompt's end is meaningless."""
   rows, length = tokens.shape
   cache = transformer.empty_cache(config, rows, length, jnp.dtype(dtype))
@@ -206,9 +205,9 @@ def insert(
     row, slot = pairs[i]
 
     def one(old, new):
-      length = min(old.shape[LENGTH_AXIS], new.shape[LENGTH_AXIS])
       new = lax.dynamic_slice_in_dim(new, row, 1)
-      new = lax.slice_in_dim(new, 0, length, axis=LENGTH_AXIS)
+      common = tuple(map(min, old.shape, new.shape))  # one may be longer
+      new = lax.slice(new, (0,) * new.ndim, common)
       return lax.dynamic_update_slice_in_dim(old, new, slot, 0)
 
     return jax.tree.map(one, cache, prompts)
@@ -248,11 +247,10 @@ def empty_cache(
   return _place(mesh, cache)
 
 
-@functools.partial(jax.jit, static_argnames=('mesh', 'length'))
-def grow(mesh: Mesh, x: jax.Array, length: int) -> jax.Array:
-  """One array of the cache, padded to a longer bucket."""
-  padding = [(0, 0)] * x.ndim
-  padding[LENGTH_AXIS] = (0, length - x.shape[LENGTH_AXIS])
+@functools.partial(jax.jit, static_argnames=('mesh', 'shape'))
+def grow(mesh: Mesh, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """One array of the cache, padded to the shape of a longer bucket."""
+  padding = [(0, new - old) for old, new in zip(x.shape, shape, strict=True)]
   return _place(mesh, jnp.pad(x, padding))
 
 
