@@ -52,6 +52,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.args.exact = True  # reward 1 or 0
   c.task.train_prompts = 120
   c.task.test_prompts = 80
+  c.task.latency = ml_collections.ConfigDict()  # waits before each answer
+  c.task.latency.kind = 'none'  # constant, lognormal or empirical
+  c.task.latency.seconds = 0.0  # a constant, or a log-normal's mean
+  c.task.latency.sigma = 0.0  # of a log-normal's logarithm
+  c.task.latency.file = ''  # of measured seconds, one a line
+  c.task.latency.scale = 1.0  # multiplies every delay
 
   c.rollout = ml_collections.ConfigDict()
   c.rollout.prompts_per_step = 8

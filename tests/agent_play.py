@@ -94,7 +94,14 @@ def make_engine(end, context):
 
 
 def play(
-  makers, limits, size=1, end=0.0, context=CONTEXT, tasks=None, timeout_s=60.0
+  makers,
+  limits,
+  size=1,
+  end=0.0,
+  context=CONTEXT,
+  tasks=None,
+  timeout_s=60.0,
+  **settings,
 ):
   """Plays one trajectory a maker of environments, in groups of `size`.
 
@@ -104,7 +111,9 @@ def play(
   pool = worker_pool.WorkerPool(num_workers=4, timeout_s=timeout_s)
   queue = iter([makers[0], *makers])  # the agent asks one for its max_turns
   engine = make_engine(end, context)
-  agent = agent_lib.Agent(engine, BYTES, lambda: next(queue)(), pool, limits)
+  agent = agent_lib.Agent(
+    engine, BYTES, lambda: next(queue)(), pool, limits, **settings
+  )
   groups = len(makers) // size
   for i in range(groups):
     task = tasks[i] if tasks else {'key': str(i)}

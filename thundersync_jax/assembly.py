@@ -10,7 +10,12 @@ import operator
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from thundersync_jax.envs import prompt_sets, task_family, worker_pool
+from thundersync_jax.envs import (
+  latency,
+  prompt_sets,
+  task_family,
+  worker_pool,
+)
 from thundersync_jax.learner import (
   gradient_stream,
   gradients,
@@ -188,7 +193,10 @@ def agent(
   def make():
     return family.make(**args)
 
-  return agent_lib.Agent(engine, loaded.tokenizer, make, pool, limits, timeline)
+  late = latency.make(config.seed, **config.task.get('latency', {}))
+  return agent_lib.Agent(
+    engine, loaded.tokenizer, make, pool, limits, timeline, late
+  )
 
 
 def shapes(config: ConfigDict) -> tuple[packing.Shape, ...]:

@@ -39,6 +39,7 @@ class _Call:
   def source(self) -> str:
     """The env's class and method, for messages."""
     owner = getattr(self.function, '__self__', None)
+    owner = getattr(owner, 'wrapped', owner)  # see latency.Delayed
     name = getattr(self.function, '__name__', repr(self.function))
     return name if owner is None else f'{type(owner).__name__}.{name}'
 

@@ -18,6 +18,7 @@ import numpy as np
 from absl import logging
 
 from thundersync_jax.envs import base as envs_base
+from thundersync_jax.envs import latency as latency_lib
 from thundersync_jax.envs import prompt_sets, worker_pool
 from thundersync_jax.rollout import engine as engine_lib
 from thundersync_jax.rollout import slots as slots_lib
@@ -66,6 +67,7 @@ class Agent:
     pool: where environments run.
     limits: see Limits.
     timeline: records the environments' spans, may be None.
+    latency: makes the environments answer late, may be None.
   """
 
   def __init__(
@@ -76,6 +78,7 @@ class Agent:
     pool: worker_pool.WorkerPool,
     limits: Limits,
     timeline=None,
+    latency: latency_lib.Latency | None = None,
   ):
     self.engine = engine
     self._tokenizer = tokenizer
@@ -83,6 +86,7 @@ class Agent:
     self._pool = pool
     self._limits = limits
     self._timeline = timeline
+    self._latency = latency
     self._live: dict[Key, _Live] = {}
     self._resets: dict[int, int] = {}  # prompt_id -> members not reset yet
     self.failures = collections.Counter()  # reason -> trajectories
@@ -104,7 +108,7 @@ class Agent:
       trajectory = Trajectory(
         prompt.prompt_id, member, step, np.zeros(0, np.int32)
       )
-      live = _Live(trajectory, self._make_environment())
+      live = _Live(trajectory, self._environment(prompt.prompt_id, member))
       self._live[live.key] = live
       self._pool.submit(
         (live.key, 'reset'), live.environment.reset, prompt.task
@@ -124,7 +128,7 @@ class Agent:
       )
     for outcome in self._pool.results():
       (key, stage) = outcome.ticket
-      self._record(outcome, stage)
+      self._record(outcome, *key, stage)
       if stage == 'close':
         self._check_closed(outcome)
       elif key in self._live:
@@ -168,7 +172,7 @@ class Agent:
         events = self._stepped(live, outcome.value)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
       # What an environment hands over may be anything: mask, count and log.
-      name = type(live.environment).__name__
+      name = _name(live.environment)
       reason = f'{name}.{stage}: {type(error).__name__}: {error}'
       events = self._fail(live, reason)
     return events + (self._start_group(live) if stage == 'reset' else [])
@@ -199,7 +203,7 @@ class Agent:
     for other in group:
       first, mine = group[0].trajectory, other.trajectory
       if not np.array_equal(first.prompt_tokens, mine.prompt_tokens):
-        name = type(other.environment).__name__
+        name = _name(other.environment)
         events += self._fail(
           other, f'{name}.reset gave members of one group different prompts'
         )
@@ -224,7 +228,7 @@ class Agent:
     return []
 
   def _stepped(self, live: _Live, result: Any) -> list[Trajectory]:
-    name = type(live.environment).__name__
+    name = _name(live.environment)
     if not isinstance(result, envs_base.EnvStep):
       raise TypeError(f'returned {type(result).__name__}, not an EnvStep')
     if result.reward is not None:
@@ -303,10 +307,27 @@ class Agent:
       self.engine.finish(*live.key)
       live.in_engine = False
 
-  def _record(self, outcome, stage: str) -> None:
-    if self._timeline is not None and stage == 'step':
-      start = outcome.ended - outcome.seconds
-      self._timeline.span('environment', 'grading', start, outcome.ended)
+  def _environment(self, prompt_id: int, member: int) -> envs_base.Environment:
+    environment = self._make_environment()
+    if self._latency is None:
+      return environment
+    return self._latency.wrap(environment, prompt_id, member)
+
+  def _record(self, outcome, prompt_id: int, member: int, stage: str) -> None:
+    if self._timeline is None or stage != 'step':
+      return
+    live = self._live.get((prompt_id, member))
+    going = live is not None and live.in_engine
+    done = outcome.error is not None or getattr(outcome.value, 'done', True)
+    self._timeline.span(
+      'environment',
+      'tool' if going and not done else 'grading',
+      outcome.ended - outcome.seconds,
+      outcome.ended,
+      prompt_id=prompt_id,
+      member=member,
+      turn=len(live.trajectory.turns) if live else 0,
+    )
 
   def _check_closed(self, outcome) -> None:
     if outcome.error is not None:
@@ -371,3 +392,7 @@ def _with_turn(
 
 def _without_last(trajectory: Trajectory) -> Trajectory:
   return dataclasses.replace(trajectory, turns=trajectory.turns[:-1])
+
+
+def _name(environment: envs_base.Environment) -> str:
+  return type(getattr(environment, 'wrapped', environment)).__name__

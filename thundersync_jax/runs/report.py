@@ -92,7 +92,7 @@ def trajectories(groups, step: int) -> dict[str, float]:
 def work(timeline, spans, counts: Counts) -> dict[str, float]:
   """Time and device work of a step, from its spans and counters."""
   start, end = spans.start, spans.end
-  took = {'barrier': 0.0, 'publish': 0.0, 'grading': 0.0}
+  took = {'barrier': 0.0, 'publish': 0.0, 'tool': 0.0, 'grading': 0.0}
   for span in spans.spans:
     if span.name in took:
       took[span.name] += span.end - span.start
@@ -101,7 +101,7 @@ def work(timeline, spans, counts: Counts) -> dict[str, float]:
     'time/step_s': end - start,
     'time/barrier_s': took['barrier'],
     'time/publish_s': took['publish'],
-    'time/environment_s': took['grading'],
+    'time/environment_s': took['tool'] + took['grading'],
     'rollout/tokens': engine['tokens'],
     'rollout/tokens_per_s': engine['tokens'] / (end - start),
     'rollout/prompt_tokens': engine['prompt_tokens'],

@@ -26,6 +26,7 @@ NAMES = (
   'prefill',
   'extend',
   'decode',
+  'tool',
   'grading',
   'gradient',
   'barrier',
