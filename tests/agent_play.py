@@ -101,12 +101,13 @@ def play(
   context=CONTEXT,
   tasks=None,
   timeout_s=60.0,
+  on_turns=None,
   **settings,
 ):
   """Plays one trajectory a maker of environments, in groups of `size`.
 
   Returns the agent, what advance() returned by (prompt_id, member), and the
-  most slots that were parked at once.
+  most slots that were parked at once. on_turns takes what ended_turns() did.
   """
   pool = worker_pool.WorkerPool(num_workers=4, timeout_s=timeout_s)
   queue = iter([makers[0], *makers])  # the agent asks one for its max_turns
@@ -122,6 +123,11 @@ def play(
   while agent.live or pool.in_flight:
     for made in agent.advance():
       events.setdefault((made.prompt_id, made.member), []).append(made)
+    for ended in agent.ended_turns():
+      if on_turns is not None:
+        key = ended.prompt_id, ended.member
+        on_turns.setdefault(key, []).append(ended)
+    assert not agent.ended_turns()
     parked = max(parked, engine.parked)
     agent.wait(0.01)
   assert agent.advance() == []  # takes in the last closes

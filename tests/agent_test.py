@@ -195,3 +195,26 @@ def test_content_comes_before_its_reward():
     np.testing.assert_array_equal(content.tokens, final.tokens)
     text = agent_play.BYTES.decode(final.tokens)
     assert final.reward == float(len(text) > 0)  # every letter earns
+
+
+def test_ended_turns_are_there_while_the_environment_works():
+  """Each turn but the last one, which advance returns, is handed out once."""
+  maker = functools.partial(agent_play.Talker, turns=3, max_turns=3)
+  seen = {}
+  _, events, _ = agent_play.play(
+    [maker] * 6, agent_play.limits_of(), on_turns=seen
+  )
+  assert seen.keys() == events.keys()
+  for key, snapshots in seen.items():
+    final = events[key][-1]
+    assert [len(s.turns) for s in snapshots] == [1, 2]
+    for s in snapshots:
+      assert s.reward is None and s.failure is None
+      n = len(s.turns) - 1
+      assert s.turns[:n] == final.turns[:n]
+      sampled = s.turns[n].tokens
+      np.testing.assert_array_equal(
+        sampled, final.turns[n].tokens[: len(sampled)]
+      )
+      assert s.turns[n].loss_mask.all()
+      assert s.turns[n].finish_reason == final.turns[n].finish_reason

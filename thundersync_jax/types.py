@@ -22,9 +22,11 @@ class Turn:
       sampling temperature; 0 on observation tokens.
     policy_versions: i32[n], step whose parameters sampled the token.
     finish_reason: 'stop' (end-of-turn token), 'length' (max_turn_tokens),
-      'trajectory' (max_trajectory_tokens), 'context' (max_context) or 'turns'
-      (max_turns); anything but 'stop' cut the trajectory short if it is the
-      last.
+      'trajectory' (max_trajectory_tokens), 'context' (max_context), 'turns'
+      (max_turns) or 'rows' (max_rows); anything but 'stop' cut the trajectory
+      short if it is the last.
+    context: i32[c], what stands before this turn in the place of the prompt
+      and of the earlier turns; None when the turn extends what was there.
   """
 
   tokens: np.ndarray
@@ -32,6 +34,7 @@ class Turn:
   behaviour_logprobs: np.ndarray
   policy_versions: np.ndarray
   finish_reason: str
+  context: np.ndarray | None = None
 
   def __post_init__(self):
     if self.behaviour_logprobs is None:
@@ -52,27 +55,10 @@ class Turn:
       raise ValueError(f'a turn needs arrays of one length, got {lengths}')
 
 
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-  """A prompt and all its turns: the unit of credit.
+class _Joined:
+  """The arrays of `turns`, one behind the other."""
 
-  Attributes:
-    prompt_id: the draw of a prompt, unique in a run.
-    member: index within the group, 0 to group_size - 1.
-    step: the optimizer step that this trajectory is sampled for.
-    prompt_tokens: i32[p].
-    turns: the turns so far.
-    reward: None until the environment has answered.
-    failure: why this trajectory is masked; None for a sound one.
-  """
-
-  prompt_id: int
-  member: int
-  step: int
-  prompt_tokens: np.ndarray
-  turns: tuple[Turn, ...] = ()
-  reward: float | None = None
-  failure: str | None = None
+  turns: tuple[Turn, ...]
 
   def _join(self, name, dtype):
     parts = [np.asarray(getattr(turn, name), dtype) for turn in self.turns]
@@ -80,7 +66,7 @@ class Trajectory:
 
   @functools.cached_property
   def tokens(self) -> np.ndarray:
-    """i32[n], every token after the prompt."""
+    """i32[n], every token after the prompt; contexts are not among them."""
     return self._join('tokens', np.int32)
 
   @functools.cached_property
@@ -101,6 +87,53 @@ class Trajectory:
   @property
   def num_sampled(self) -> int:
     return int(self.loss_mask.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(_Joined):
+  """Turns of a trajectory that extend one another.
+
+  Attributes:
+    prompt_tokens: i32[p], the prompt, or the context of the first turn.
+    turns: at least one, unless the trajectory has none.
+  """
+
+  prompt_tokens: np.ndarray
+  turns: tuple[Turn, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory(_Joined):
+  """A prompt and all its turns: the unit of credit.
+
+  Attributes:
+    prompt_id: the draw of a prompt, unique in a run.
+    member: index within the group, 0 to group_size - 1.
+    step: the optimizer step that this trajectory is sampled for.
+    prompt_tokens: i32[p].
+    turns: the turns so far.
+    reward: None until the environment has answered.
+    failure: why this trajectory is masked; None for a sound one.
+  """
+
+  prompt_id: int
+  member: int
+  step: int
+  prompt_tokens: np.ndarray
+  turns: tuple[Turn, ...] = ()
+  reward: float | None = None
+  failure: str | None = None
+
+  @functools.cached_property
+  def rows(self) -> tuple[Row, ...]:
+    """The rows that it forks into, in order; one if no turn has a context."""
+    starts = [i for i, t in enumerate(self.turns) if t.context is not None]
+    prompts = [self.prompt_tokens, *(self.turns[i].context for i in starts)]
+    ends = [*starts, len(self.turns)]
+    return tuple(
+      Row(prompt, self.turns[start:end])
+      for prompt, start, end in zip(prompts, [0, *starts], ends, strict=True)
+    )
 
   @property
   def truncated(self) -> bool:

@@ -89,6 +89,7 @@ class Agent:
     self._latency = latency
     self._live: dict[Key, _Live] = {}
     self._resets: dict[int, int] = {}  # prompt_id -> members not reset yet
+    self._ended_turns: list[Trajectory] = []
     self.failures = collections.Counter()  # reason -> trajectories
     probe = make_environment()
     self.max_turns = min(probe.max_turns, limits.max_turns)
@@ -121,7 +122,7 @@ class Agent:
       Trajectories that are finished (reward None), scored or failed. A
       finished one comes again when its reward is there.
     """
-    events = []
+    events, self._ended_turns = [], []
     for ended in self.engine.harvest():
       events += self._turn_ended(
         self._live[ended.prompt_id, ended.member], ended
@@ -135,6 +136,16 @@ class Agent:
         events += self._answered(self._live[key], stage, outcome)
     self.engine.launch()
     return events
+
+  def ended_turns(self) -> list[Trajectory]:
+    """Trajectories up to turns that ended in the last advance, drained once.
+
+    Their environments work at the answer, which is not in them, and may still
+    end them: the turn is the last one then. Reward is None. A last turn that
+    limits decide is not here: advance returns that trajectory itself.
+    """
+    ended, self._ended_turns = self._ended_turns, []
+    return ended
 
   def wait(self, timeout_s: float) -> None:
     """Sleeps until an environment has answered, or the time is over."""
@@ -155,6 +166,7 @@ class Agent:
     text = self._tokenizer.decode(ended.tokens)
     self._pool.submit((live.key, 'step'), live.environment.step, text)
     if self._may_go_on(live):
+      self._ended_turns.append(live.trajectory)
       return []
     self._leave_engine(live)
     return [live.trajectory]
