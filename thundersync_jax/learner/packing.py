@@ -4,6 +4,7 @@
 
 Members of a group share the prompt's tokens and never see each other; their
 positions restart at the prompt's length (shared-prompt mask, arXiv 2511.18871).
+A trajectory that forked is several such pieces, each behind its own context.
 The last sampled token of a branch predicts nothing, so it is a target only.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from thundersync_jax.types import Batch, Item, Trajectory
+from thundersync_jax.types import Batch, Item, Row, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -24,49 +25,69 @@ class Shape:
   targets: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """One row of a trajectory; most trajectories have no other."""
+
+  item: Item
+  row: Row
+
+  @property
+  def length(self) -> int:
+    """Columns that it needs after its prompt."""
+    return branch_length(self.row)
+
+
 @dataclasses.dataclass
-class _Row:
+class _PackedRow:
   """A row under construction; `tokens` and `targets` count what is used."""
 
   tokens: int = 0
   targets: int = 0
-  segments: list[tuple[np.ndarray, list[Item]]] = dataclasses.field(
+  segments: list[tuple[np.ndarray, list[Piece]]] = dataclasses.field(
     default_factory=list
   )
 
 
-def branch_length(trajectory: Trajectory) -> int:
-  """Columns that a trajectory needs after its prompt."""
-  sampled = np.flatnonzero(trajectory.loss_mask)
+def branch_length(row: Row | Trajectory) -> int:
+  """Columns needed after the prompt by what extends it."""
+  sampled = np.flatnonzero(row.loss_mask)
   return int(sampled[-1]) if len(sampled) else 0
 
 
-def place(items: Sequence[Item], shape: Shape) -> tuple[list[_Row], list[Item]]:
-  """First fit, members of a group together.
+def place(
+  items: Sequence[Item], shape: Shape
+) -> tuple[list[_PackedRow], list[Item]]:
+  """First fit, pieces with one prompt together.
+
+  All rows of a trajectory are placed, or none.
 
   Returns:
     The rows, and the items that did not fit.
   """
-  rows: list[_Row] = []
-  left = []
-  by_prompt: dict[int, list[Item]] = {}
+  rows: list[_PackedRow] = []
+  left: dict[int, Item] = {}
+  by_prompt: dict[tuple[int, bytes], list[Piece]] = {}
   for item in items:
-    by_prompt.setdefault(item.trajectory.prompt_id, []).append(item)
-  for members in by_prompt.values():
-    rest = list(members)
-    while rest:
+    for row in item.trajectory.rows:
+      key = item.trajectory.prompt_id, row.prompt_tokens.tobytes()
+      by_prompt.setdefault(key, []).append(Piece(item, row))
+  for pieces in by_prompt.values():
+    rest = pieces
+    while rest := [p for p in rest if id(p.item) not in left]:
       row, taken = _place_group(rows, rest, shape)
       if row is None:
-        left.append(rest.pop(0))
+        left[id(rest[0].item)] = rest[0].item
+        _withdraw(rows, rest[0].item)
       rest = rest[taken:]
-  return rows, left
+  return rows, list(left.values())
 
 
-def _place_group(rows, members, shape) -> tuple[_Row | None, int]:
-  """Puts a prompt and as many of its members as fit into one row."""
-  prompt = members[0].trajectory.prompt_tokens
-  lengths = [branch_length(item.trajectory) for item in members]
-  targets = [item.trajectory.num_sampled for item in members]
+def _place_group(rows, pieces, shape) -> tuple[_PackedRow | None, int]:
+  """Puts a prompt and as many of its pieces as fit into one row."""
+  prompt = pieces[0].row.prompt_tokens
+  lengths = [piece.length for piece in pieces]
+  targets = [piece.row.num_sampled for piece in pieces]
   whole = len(prompt) + sum(lengths)
   row = _row_for(rows, whole, sum(targets), shape)
   row = row or _row_for(rows, len(prompt) + lengths[0], targets[0], shape)
@@ -75,35 +96,52 @@ def _place_group(rows, members, shape) -> tuple[_Row | None, int]:
   segment = []
   row.segments.append((prompt, segment))
   row.tokens += len(prompt)
-  for item, length, count in zip(members, lengths, targets, strict=True):
+  for piece, length, count in zip(pieces, lengths, targets, strict=True):
     if not _fits(row, length, count, shape):
       break
-    segment.append(item)
+    segment.append(piece)
     row.tokens += length
     row.targets += count
   return row, len(segment)
 
 
-def _fits(row: _Row, tokens: int, targets: int, shape: Shape) -> bool:
+def _withdraw(rows, item) -> None:
+  """Takes out the pieces of an item of which another did not fit."""
+  for row in rows:
+    kept = []
+    for prompt, pieces in row.segments:
+      for piece in pieces:
+        if piece.item is item:
+          row.tokens -= piece.length
+          row.targets -= piece.row.num_sampled
+      others = [piece for piece in pieces if piece.item is not item]
+      if others:
+        kept.append((prompt, others))
+      else:
+        row.tokens -= len(prompt)
+    row.segments = kept
+
+
+def _fits(row: _PackedRow, tokens: int, targets: int, shape: Shape) -> bool:
   return (
     row.tokens + tokens <= shape.tokens
     and row.targets + targets <= shape.targets
   )
 
 
-def _row_for(rows, tokens, targets, shape) -> _Row | None:
+def _row_for(rows, tokens, targets, shape) -> _PackedRow | None:
   for row in rows:
     if _fits(row, tokens, targets, shape):
       return row
-  if len(rows) < shape.rows and _fits(_Row(), tokens, targets, shape):
-    rows.append(_Row())
+  if len(rows) < shape.rows and _fits(_PackedRow(), tokens, targets, shape):
+    rows.append(_PackedRow())
     return rows[-1]
   return None
 
 
 def choose(
   items: Sequence[Item], shapes: Sequence[Shape]
-) -> tuple[Shape, list[_Row], list[Item]]:
+) -> tuple[Shape, list[_PackedRow], list[Item]]:
   """Returns the cheapest shape that takes everything, or the one taking most.
 
   Raises:
@@ -118,10 +156,11 @@ def choose(
       best = (shape, rows, left)
   if best is None or len(best[2]) == len(items):
     first = items[0].trajectory
-    need = len(first.prompt_tokens) + branch_length(first)
+    need = [len(row.prompt_tokens) + branch_length(row) for row in first.rows]
     raise ValueError(
-      f'a trajectory of {need} tokens with {first.num_sampled} loss entries '
-      f'fits none of the shapes {list(shapes)}: raise row_tokens'
+      f'a trajectory of {sum(need)} tokens with {first.num_sampled} loss '
+      f'entries in {len(need)} rows fits none of the shapes {list(shapes)}: '
+      'raise row_tokens, row_targets or rows'
     )
   return best
 
@@ -173,33 +212,31 @@ def empty(shape: Shape, pad_id: int) -> Batch:
   )
 
 
-def _fill(batch: Batch, index: int, row: _Row, weight) -> None:
+def _fill(batch: Batch, index: int, row: _PackedRow, weight) -> None:
   column, entry = 0, 0
-  for number, (prompt, members) in enumerate(row.segments, start=1):
+  for number, (prompt, pieces) in enumerate(row.segments, start=1):
     end = column + len(prompt)
     batch.tokens[index, column:end] = prompt
     batch.positions[index, column:end] = np.arange(len(prompt))
     batch.segment_ids[index, column:end] = number
     last_of_prompt, column = end - 1, end
-    for branch, item in enumerate(members, start=1):
-      trajectory = item.trajectory
-      length = branch_length(trajectory)
+    for branch, piece in enumerate(pieces, start=1):
+      item, part, length = piece.item, piece.row, piece.length
       here = slice(column, column + length)
-      batch.tokens[index, here] = trajectory.tokens[:length]
+      batch.tokens[index, here] = part.tokens[:length]
       batch.positions[index, here] = len(prompt) + np.arange(length)
       batch.segment_ids[index, here] = number
       batch.branch_ids[index, here] = branch
 
-      sampled = np.flatnonzero(trajectory.loss_mask)
+      sampled = np.flatnonzero(part.loss_mask)
       there = slice(entry, entry + len(sampled))
       batch.sources[index, there] = np.where(
         sampled == 0, last_of_prompt, column + sampled - 1
       )
-      batch.targets[index, there] = trajectory.tokens[sampled]
-      batch.weights[index, there] = weight(len(sampled))
+      batch.targets[index, there] = part.tokens[sampled]
+      # Of the whole trajectory: forks give it no more weight.
+      batch.weights[index, there] = weight(item.trajectory.num_sampled)
       batch.advantages[index, there] = item.advantage
       batch.rewards[index, there] = item.reward
-      batch.behaviour_logprobs[index, there] = trajectory.behaviour_logprobs[
-        sampled
-      ]
+      batch.behaviour_logprobs[index, there] = part.behaviour_logprobs[sampled]
       column, entry = column + length, entry + len(sampled)
