@@ -32,6 +32,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.model.compute_dtype = 'float32'  # of matrix products: float32 or bfloat16
   c.model.remat = False  # recompute layers in the backward pass
 
+  # Sizes (embed_dim, num_layers, ...) of a model to train from nothing with
+  # the tokenizer of the source; empty: the weights of the source.
+  c.model.new = ml_collections.ConfigDict()
+
   c.mesh = ml_collections.ConfigDict()
   c.mesh.rollout_devices = -1  # half of them; 0: share one mesh
   c.mesh.data = 1
@@ -51,6 +55,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.args.answer = 'last_integer'
   c.task.args.exact = True  # reward 1 or 0
   c.task.train_prompts = 120
+  c.task.validation_prompts = 0  # 0: no such fold
   c.task.test_prompts = 80
   c.task.latency = ml_collections.ConfigDict()  # waits before each answer
   c.task.latency.kind = 'none'  # constant, lognormal or empirical
@@ -87,7 +92,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.estimator.max_resampled_prompts = 8  # a step
 
   c.objective = ml_collections.ConfigDict()
-  c.objective.loss = 'ppo_clip'  # for async; else the ratio is 1
+  c.objective.loss = 'truncated_is'  # for async; else the ratio is 1
+  c.objective.is_cap = 2.0  # of the ratio, for truncated_is
   c.objective.clip_low = 0.2
   c.objective.clip_high = 0.28
   c.objective.kl_coef = 0.0  # to the initial weights
@@ -117,7 +123,16 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.optimizer.weight_decay = 0.0
   c.optimizer.clip_norm = 1.0  # 0: none
 
+  c.sft = ml_collections.ConfigDict()
+  c.sft.steps = 0  # of a warm start on gold paths; 0: none
+  c.sft.demonstrations = 1  # prompts of the training fold to play
+  c.sft.batch = 1  # demonstrations a step
+  c.sft.learning_rate = 1e-4  # the other settings are the optimizer's
+  c.sft.schedule = 'cosine'
+  c.sft.warmup_steps = 0
+
   c.eval = ml_collections.ConfigDict()
+  c.eval.fold = 'test'  # or validation
   c.eval.prompts = 80  # 0: no evaluation
   c.eval.every_steps = 12  # 0: before and after only
   c.eval.samples = 4  # a prompt, for pass@k; 0: none

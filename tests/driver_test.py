@@ -163,7 +163,7 @@ def test_off_policy_needs_behaviour_logprobs(tmp_path):
   """cases row 28: a ratio that is 1 by default is refused."""
   config = tiny('async')
   config.objective.loss = 'on_policy'
-  with pytest.raises(ValueError, match='use ppo_clip'):
+  with pytest.raises(ValueError, match='use truncated_is'):
     train_rl.train(config, str(tmp_path / 'run'))
   one = np.ones(1, np.int32)
   with pytest.raises(ValueError, match='behaviour_logprobs=None'):

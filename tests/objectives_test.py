@@ -14,7 +14,7 @@ from thundersync_jax.models import families, transformer
 from thundersync_jax.objectives import advantages, aggregation, losses
 from thundersync_jax.types import Item, Trajectory, Turn
 
-CLIP = {'clip_low': 0.2, 'clip_high': 0.28}
+BOUNDS = losses.Bounds(clip_low=0.2, clip_high=0.28, is_cap=1.4)
 
 
 def by_name(name, rewards):
@@ -129,27 +129,43 @@ def test_ppo_clip_by_hand_and_by_finite_differences():
       losses.ppo_clip,
       behaviour_logprobs=behaviour,
       advantages=jnp.asarray(advantage),
-      **CLIP,
+      bounds=BOUNDS,
     )
     slopes = gradient(run, logprobs)
     np.testing.assert_allclose(run(logprobs), value, rtol=1e-12)
     np.testing.assert_allclose(slopes, slope(run, logprobs), atol=1e-8)
     np.testing.assert_allclose(slopes, passes * ratio * advantage, atol=1e-12)
     removed = losses.clipped_mask(
-      logprobs, behaviour, jnp.asarray(advantage), **CLIP
+      'ppo_clip', logprobs, behaviour, jnp.asarray(advantage), BOUNDS
     )
   np.testing.assert_array_equal(removed, passes == 0)
 
 
-def test_at_ratio_one_ppo_clip_has_the_gradient_of_on_policy():
+def test_truncated_is_by_hand():
+  """The gradient is min(r, 1.4) A: the score gradient, weighted."""
+  ratio = np.array([0.5, 1.0, 1.3, 1.5, 9.0])
+  advantage = np.array([1.0, -2.0, 3.0, -1.0, 2.0])
+  with jax.enable_x64(True):
+    behaviour = jnp.linspace(-3, -1, len(ratio))
+    logprobs = behaviour + np.log(ratio)
+    slopes = gradient(
+      lambda x: losses.truncated_is(x, behaviour, advantage, BOUNDS), logprobs
+    )
+    cut = losses.clipped_mask(
+      'truncated_is', logprobs, behaviour, advantage, BOUNDS
+    )
+  np.testing.assert_allclose(slopes, [0.5, -2.0, 3.9, -1.4, 2.8], rtol=1e-12)
+  np.testing.assert_array_equal(cut, [False, False, False, True, True])
+
+
+@pytest.mark.parametrize('name', losses.LOSSES)
+def test_at_ratio_one_every_loss_has_the_gradient_of_on_policy(name):
   rng = np.random.default_rng(1)
   logprobs, advantage = jnp.asarray(rng.normal(size=(2, 9)), jnp.float32)
-  one, other = (
-    gradient(lambda x, run=run: run(x, logprobs, advantage, **CLIP), logprobs)
-    for run in losses.LOSSES.values()
+  slopes = gradient(
+    lambda x: losses.LOSSES[name](x, logprobs, advantage, BOUNDS), logprobs
   )
-  np.testing.assert_allclose(one, advantage, rtol=1e-6)
-  np.testing.assert_allclose(other, advantage, rtol=1e-6)
+  np.testing.assert_allclose(slopes, advantage, rtol=1e-6)
 
 
 @pytest.mark.parametrize('name', losses.KL_ESTIMATORS)

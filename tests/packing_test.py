@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thundersync_jax.learner import gradients, packing
 from thundersync_jax.models import families, tokenizer, transformer
-from thundersync_jax.objectives import aggregation
+from thundersync_jax.objectives import aggregation, losses
 from thundersync_jax.types import Item, Trajectory, Turn
 
 BYTES = tokenizer.ByteTokenizer(pad_equals_eos=True)
@@ -261,7 +261,7 @@ def test_pad_equal_to_eos_keeps_the_end_token():
 @functools.cache
 def accumulator():
   objective = gradients.Objective(
-    loss='ppo_clip', kl_coef=0.1, clip_low=0.1, clip_high=0.3
+    loss='ppo_clip', kl_coef=0.1, bounds=losses.Bounds(0.1, 0.3)
   )
   return jax.jit(lambda *args: gradients.accumulate(CONFIG, objective, *args))
 
@@ -280,7 +280,7 @@ def gradient_of(items, micro_batches, how, shapes):
     for batch in pack_all(chosen, shapes, how=how.weight):
       sinks, stats = accumulator()(params, ref, batch, sinks, stats)
   total = jax.tree.map(lambda x: np.asarray(x) / denominator, sinks['batch'])
-  numbers = stats.entropy, stats.kl, stats.clipped
+  numbers = stats.logprob, stats.entropy, stats.kl, stats.clipped
   means = [float(stats.logprob_diff_max), *(x.mean() for x in numbers)]
   return total, means
 

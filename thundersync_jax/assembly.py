@@ -5,12 +5,16 @@ errors. Shapes that the config leaves out are derived from its length limits.
 """
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Callable
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from thundersync_jax import mesh as mesh_lib
 from thundersync_jax.envs import (
+  base,
   latency,
   prompt_sets,
   task_family,
@@ -21,6 +25,7 @@ from thundersync_jax.learner import (
   gradients,
   optimizer,
   packing,
+  weight_sync,
 )
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.models import pretrained
@@ -37,6 +42,7 @@ CHOICES = {
   'estimator.aggregation': aggregation.AGGREGATIONS,
   'objective.loss': losses.LOSSES,
   'objective.kl_estimator': losses.KL_ESTIMATORS,
+  'eval.fold': ('validation', 'test'),
   'stream.granularity': scheduler.GRANULARITIES,
   'stream.sums_on': ('device', 'host'),
   'optimizer.schedule': optimizer.SCHEDULES,
@@ -59,6 +65,10 @@ AT_LEAST = {
   'optimizer.warmup_steps': 0,
   'optimizer.weight_decay': 0,
   'optimizer.clip_norm': 0,
+  'sft.steps': 0,
+  'sft.batch': 1,
+  'sft.demonstrations': 1,
+  'sft.learning_rate': 0,
   'eval.prompts': 0,
   'eval.every_steps': 0,
   'eval.samples': 0,
@@ -112,7 +122,7 @@ def check(config: ConfigDict) -> None:
   if config.schedule == 'async' and config.objective.loss == 'on_policy':
     raise ValueError(
       'objective.loss=on_policy with schedule=async ignores the ratio to the '
-      'behaviour_logprobs: use ppo_clip'
+      'behaviour_logprobs: use truncated_is or ppo_clip'
     )
 
 
@@ -125,6 +135,8 @@ def model(config: ConfigDict) -> pretrained.Pretrained:
   """Loads the weights; the compute settings are the config's."""
   block = config.model
   loaded = pretrained.load(block.source)
+  if block.new:
+    loaded = pretrained.untrained(loaded, block.new.to_dict(), config.seed)
   compute = {'compute_dtype': block.compute_dtype, 'remat': block.remat}
   return dataclasses.replace(
     loaded, config=dataclasses.replace(loaded.config, **compute)
@@ -132,9 +144,14 @@ def model(config: ConfigDict) -> pretrained.Pretrained:
 
 
 def prompts(config: ConfigDict, data_dir) -> dict[str, prompt_sets.PromptSet]:
-  """Writes the task's data set, or finds it, and opens both folds."""
+  """Writes the task's data set, or finds it, and opens its folds."""
   task = config.task
-  sizes = {'train': task.train_prompts, 'test': task.test_prompts}
+  sizes = {
+    'train': task.train_prompts,
+    'validation': task.validation_prompts,
+    'test': task.test_prompts,
+  }
+  sizes = {fold: size for fold, size in sizes.items() if size}
   path = prompt_sets.build(
     'prompts',
     task_family(task.family),
@@ -146,6 +163,31 @@ def prompts(config: ConfigDict, data_dir) -> dict[str, prompt_sets.PromptSet]:
   return {
     fold: prompt_sets.PromptSet(path, fold, config.seed) for fold in sizes
   }
+
+
+def meshes(config: ConfigDict) -> tuple[Mesh, Mesh]:
+  """The rollout mesh and the learner mesh."""
+  block = config.mesh
+  return mesh_lib.rollout_and_learner(
+    rollout_devices=block.rollout_devices,
+    data=block.data,
+    fsdp=block.fsdp,
+    tensor=block.tensor,
+  )
+
+
+def publisher(
+  config: ConfigDict, loaded: pretrained.Pretrained, mesh: Mesh
+) -> Callable:
+  """From the learner's parameters to the rollout's weights."""
+  dtype = config.rollout.weights_dtype
+  return weight_sync.publisher(loaded.config, mesh, dtype)
+
+
+def environment(config: ConfigDict) -> Callable[[], base.Environment]:
+  """Returns a function that makes an environment of the task."""
+  family = task_family(config.task.family)
+  return functools.partial(family.make, **config.task.args.to_dict())
 
 
 def sampling(config: ConfigDict) -> Sampling:
@@ -184,15 +226,10 @@ def agent(
     dtype=block.weights_dtype,
     timeline=timeline,
   )
-  family = task_family(config.task.family)
-  args = config.task.args.to_dict()
+  make = environment(config)
   limits = agent_lib.Limits(
     block.max_turn_tokens, block.max_trajectory_tokens, block.max_turns
   )
-
-  def make():
-    return family.make(**args)
-
   late = latency.make(config.seed, **config.task.get('latency', {}))
   return agent_lib.Agent(
     engine, loaded.tokenizer, make, pool, limits, timeline, late
@@ -239,8 +276,7 @@ def learner(
   objective = gradients.Objective(
     # One step a batch on data of the same parameters: the ratio is 1.
     loss=block.loss if config.schedule == 'async' else 'on_policy',
-    clip_low=block.clip_low,
-    clip_high=block.clip_high,
+    bounds=losses.Bounds(block.clip_low, block.clip_high, block.is_cap),
     kl_coef=block.kl_coef,
     kl_estimator=block.kl_estimator,
     temperature=config.rollout.temperature,

@@ -5,9 +5,11 @@ pass@k = 1 - C(n - c, k) / C(n, k) for c solved of n samples (arXiv 2107.03374).
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
+from absl import logging
 
 from thundersync_jax.envs import prompt_sets
 from thundersync_jax.rollout import agent as agent_lib
@@ -105,6 +107,31 @@ def evaluate(
     length=float(np.mean([t.num_sampled for t in greedy])),
     failed=failed,
   )
+
+
+def held_out(
+  agent: agent_lib.Agent,
+  prompts: prompt_sets.PromptSet,
+  step: int,
+  block,
+  sampling: Sampling,
+) -> dict[str, float]:
+  """Evaluates as the `eval` block of a config says; returns its scores."""
+  count = min(block.prompts, len(prompts))
+  start = time.perf_counter()
+  result = evaluate(
+    agent,
+    [prompts[i] for i in range(count)],
+    step,
+    samples=block.samples,
+    k=block.k,
+    sampling=sampling,
+    solved=block.solved,
+  )
+  logging.info('step %d: held-out accuracy %.3f', step, result.accuracy)
+  seconds = time.perf_counter() - start
+  scores = {'prompts': count, 'k': block.k, 'seconds': seconds}
+  return dataclasses.asdict(result) | scores
 
 
 def pass_at_k(

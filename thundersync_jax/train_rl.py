@@ -26,11 +26,10 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from thundersync_jax import assembly, evaluate
-from thundersync_jax import mesh as mesh_lib
+from thundersync_jax import assembly, evaluate, train_sft
 from thundersync_jax.envs import base as envs_base
 from thundersync_jax.envs import prompt_sets, worker_pool
-from thundersync_jax.learner import gradient_stream, optimizer, weight_sync
+from thundersync_jax.learner import gradient_stream, optimizer
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.models import hf_checkpoint, pretrained
 from thundersync_jax.rollout import agent as agent_lib
@@ -64,6 +63,7 @@ class Run:
   evaluator: agent_lib.Agent
   learner: learner_lib.Learner
   publish: Callable[[Tree], Tree]
+  warm_start: dict[str, Any]  # summary of train_sft, if there was one
   stream: gradient_stream.GradientStream | None = None
   ref_params: Tree | None = None
   admitted: int = 0  # steps whose prompts have been submitted
@@ -116,15 +116,14 @@ def train(
 def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
   """Makes the parts of a run; nothing is compiled or trained yet."""
   # --- Devices -------------------------------------------------------------
-  meshes = mesh_lib.rollout_and_learner(
-    rollout_devices=config.mesh.rollout_devices,
-    data=config.mesh.data,
-    fsdp=config.mesh.fsdp,
-    tensor=config.mesh.tensor,
-  )
+  meshes = assembly.meshes(config)
   # --- Model and prompts ---------------------------------------------------
   loaded = assembly.model(config)
   prompts = assembly.prompts(config, directory / 'prompts')
+  warm_start = {}
+  if config.sft.steps:
+    warm = train_sft.train(config, directory / 'sft', loaded)
+    loaded, warm_start = warm.loaded, warm.summary
   # --- Rollout -------------------------------------------------------------
   block = config.rollout
   # Trajectories of the training may be under way during an evaluation, so each
@@ -138,7 +137,7 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
   evaluator = assembly.agent(config, loaded, meshes[0], pools[1])
   # --- Learner -------------------------------------------------------------
   learner = assembly.learner(config, loaded, meshes[1])
-  publish = weight_sync.publisher(loaded.config, meshes[0], block.weights_dtype)
+  publish = assembly.publisher(config, loaded, meshes[0])
   return Run(
     config,
     loaded,
@@ -150,6 +149,7 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
     evaluator,
     learner,
     publish,
+    warm_start=warm_start,
   )
 
 
@@ -208,7 +208,13 @@ def _train(
   # --- Report --------------------------------------------------------------
   total_s = time.perf_counter() - started
   granularity = assembly.plan(config).granularity
-  summary = report.summary(directory, config, granularity, scores, total_s)
+  summary = report.summary(
+    directory,
+    config,
+    {'granularity': granularity, 'warm_start': run.warm_start},
+    scores,
+    total_s,
+  )
   if run.timeline.steps():
     run.timeline.save(directory / 'timeline.json')
     plots.plot_timeline(run.timeline, directory / 'timeline.png')
@@ -351,23 +357,15 @@ def _warm_up(run: Run, state) -> None:
 
 def evaluate_weights(run: Run, step: int) -> dict[str, float]:
   """Evaluates the weights that the rollout has now."""
-  block, engine = run.config.eval, run.evaluator.engine
-  engine.publish(run.agent.engine.params, step)
-  count = min(block.prompts, len(run.prompts['test']))
-  start = time.perf_counter()
-  result = evaluate.evaluate(
+  config = run.config
+  run.evaluator.engine.publish(run.agent.engine.params, step)
+  return evaluate.held_out(
     run.evaluator,
-    [run.prompts['test'][i] for i in range(count)],
+    run.prompts[config.eval.fold],
     step,
-    samples=block.samples,
-    k=block.k,
-    sampling=assembly.sampling(run.config),
-    solved=block.solved,
+    config.eval,
+    assembly.sampling(config),
   )
-  scores = dataclasses.asdict(result) | {'prompts': count, 'k': block.k}
-  scores['seconds'] = time.perf_counter() - start
-  logging.info('step %d: held-out accuracy %.3f', step, result.accuracy)
-  return scores
 
 
 def restore(run: Run, saved: checkpoints.Checkpoints):

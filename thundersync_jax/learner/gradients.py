@@ -29,15 +29,14 @@ class Objective:
 
   Attributes:
     loss: name in losses.LOSSES.
-    clip_low, clip_high: of the ratio, for ppo_clip.
+    bounds: of the ratio.
     kl_coef: weight of the KL to the reference; 0 needs no reference.
     kl_estimator: name in losses.KL_ESTIMATORS.
     temperature: that the tokens were sampled at.
   """
 
   loss: str = 'on_policy'
-  clip_low: float = 0.2
-  clip_high: float = 0.2
+  bounds: losses.Bounds = losses.Bounds()
   kl_coef: float = 0.0
   kl_estimator: str = 'k3'
   temperature: float = 1.0
@@ -63,12 +62,14 @@ class Stats:
 
   Attributes:
     logprob_diff_max: largest |learner - rollout| log-probability.
+    logprob: of the targets, nats a token.
     entropy: of the policy, nats a token.
     kl: to the reference, nats a token.
     clipped: share of entries whose gradient the clip removes.
   """
 
   logprob_diff_max: jax.Array
+  logprob: WeightedSum
   entropy: WeightedSum
   kl: WeightedSum
   clipped: WeightedSum
@@ -76,7 +77,7 @@ class Stats:
   @classmethod
   def zeros(cls) -> 'Stats':
     empty = WeightedSum(np.float32(0), np.float32(0))
-    return cls(np.float32(0), empty, empty, empty)
+    return cls(np.float32(0), empty, empty, empty, empty)
 
 
 def entry_logprobs(
@@ -115,9 +116,13 @@ def batch_sums(
     config, params, batch, objective.temperature
   )
   weights = batch.weights.astype(logprobs.dtype)
-  clip = {'clip_low': objective.clip_low, 'clip_high': objective.clip_high}
-  behaviour, advantages = batch.behaviour_logprobs, batch.advantages
-  terms = losses.LOSSES[objective.loss](logprobs, behaviour, advantages, **clip)
+  behaviour, bounds = batch.behaviour_logprobs, objective.bounds
+
+  def terms_of(advantages):
+    loss = losses.LOSSES[objective.loss]
+    return loss(logprobs, behaviour, advantages, bounds)
+
+  terms = terms_of(batch.advantages)
   kl = jnp.zeros_like(logprobs)
   if ref_params is not None:
     ref_logprobs, _ = entry_logprobs(
@@ -128,8 +133,8 @@ def batch_sums(
     terms = terms - objective.kl_coef * kl
   sums = {
     'batch': jnp.sum(weights * terms),
-    'score': jnp.sum(weights * logprobs),
-    'reward': jnp.sum(weights * batch.rewards * logprobs),
+    'score': jnp.sum(weights * terms_of(jnp.ones_like(logprobs))),
+    'reward': jnp.sum(weights * terms_of(batch.rewards)),
   }
 
   real = (batch.weights > 0).astype(jnp.float32)
@@ -138,12 +143,13 @@ def batch_sums(
   def over_real(x):
     return WeightedSum((real * x).sum().astype(real.dtype), count)
 
-  clipped = jnp.zeros_like(real)
-  if objective.loss == 'ppo_clip':
-    clipped = losses.clipped_mask(logprobs, behaviour, advantages, **clip)
+  clipped = losses.clipped_mask(
+    objective.loss, logprobs, behaviour, batch.advantages, bounds
+  )
   difference = jnp.where(real > 0, jnp.abs(logprobs - behaviour), 0)
   stats = Stats(
     difference.max().astype(real.dtype),
+    over_real(logprobs),
     over_real(entropy),
     over_real(kl),
     over_real(clipped),
@@ -173,6 +179,7 @@ def accumulate(
     sinks = sinks | {name: jax.tree.map(jnp.add, sink, gradient)}
   return sinks, Stats(
     jnp.maximum(stats.logprob_diff_max, new.logprob_diff_max),
+    stats.logprob + new.logprob,
     stats.entropy + new.entropy,
     stats.kl + new.kl,
     stats.clipped + new.clipped,

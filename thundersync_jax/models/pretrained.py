@@ -114,6 +114,30 @@ def load(source: str, cache_dir: str | None = None) -> Pretrained:
   )
 
 
+def untrained(loaded: Pretrained, sizes: dict, seed: int) -> Pretrained:
+  """A model of other sizes with the same tokenizer and random weights.
+
+  Args:
+    loaded: whose family, vocabulary and tokenizer to take.
+    sizes: fields of ModelConfig to replace, embed_dim and num_layers say.
+    seed: of the weights.
+
+  Raises:
+    ValueError: a name that is no field of ModelConfig.
+  """
+  valid = {field.name for field in dataclasses.fields(ModelConfig)}
+  unknown = set(sizes) - valid
+  if unknown:
+    raise ValueError(
+      f'model.new: unknown sizes {sorted(unknown)}; choose from {sorted(valid)}'
+    )
+  config = dataclasses.replace(loaded.config, **sizes)
+  params = transformer.init(config, jax.random.key(seed))
+  return dataclasses.replace(
+    loaded, config=config, params=jax.tree.map(np.asarray, params)
+  )
+
+
 def cache_directory(cache_dir: str | None = None) -> pathlib.Path:
   """Where downloads are kept."""
   default = os.environ.get('THUNDERSYNC_CACHE') or '~/.cache/thundersync_jax'

@@ -125,6 +125,7 @@ def learner(stats) -> dict[str, float]:
   return {
     'rollout/logprob_diff_max': float(stats.logprob_diff_max),
     'learner/tokens': float(stats.entropy.weight),
+    'learner/logprob': stats.logprob.mean(),
     'learner/entropy': stats.entropy.mean(),
     'learner/kl_ref': stats.kl.mean(),
     'learner/clip_fraction': stats.clipped.mean(),
@@ -151,7 +152,7 @@ def evaluation(scores: dict[str, Any], suffix: str = '') -> dict[str, float]:
 def summary(
   workdir: pathlib.Path,
   config,
-  granularity: str,
+  facts: dict[str, Any],
   scores: dict[str, Any],
   total_s: float,
 ) -> dict[str, Any]:
@@ -160,18 +161,18 @@ def summary(
   Args:
     workdir: of the run.
     config: of the run.
-    granularity: that the schedule used, whatever the config asks for.
+    facts: to stand in it beside those of the config.
     scores: of the evaluations 'before' and 'after'.
     total_s: wall time.
   """
   lines = metrics.read(workdir / 'metrics.jsonl')
   steps = [line for line in lines if 'time/step_s' in line]
-  facts: dict[str, Any] = {
+  facts = {
     'schedule': config.schedule,
-    'granularity': granularity,
     'steps': config.steps,
     'model': config.model.source,
     'time/total_s': total_s,
+    **facts,
   }
   for when in ('before', 'after'):
     if when in scores:
