@@ -157,8 +157,8 @@ def forward(
     )
     return out, None
 
-  x = _embed(params, tokens)
-  rope = _rope(config, positions, x.dtype)
+  x = embed_tokens(params, tokens)
+  rope = rope_angles(config, positions, x.dtype)
   x, _ = _over_layers(config, params, x, lambda _: attend, None, rope)
   return rms_norm(x, params['final_norm'], config.norm_eps)
 
@@ -194,8 +194,8 @@ def extend(
 
     return attend
 
-  x = _embed(params, tokens)
-  rope = _rope(config, positions, x.dtype)
+  x = embed_tokens(params, tokens)
+  rope = rope_angles(config, positions, x.dtype)
   x, cache = _over_layers(config, params, x, attend_with, cache, rope)
   return rms_norm(x, params['final_norm'], config.norm_eps), cache
 
@@ -263,6 +263,34 @@ def rope_frequencies(config: families.ModelConfig) -> np.ndarray:  # f64[H/2]
   return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
+def embed_tokens(params: Params, tokens: jax.Array) -> jax.Array:
+  """Rows of the embedding, [B, T, D], f32 or wider."""
+  x = params['embed'][tokens]
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rope_angles(
+  config: families.ModelConfig,
+  positions: jax.Array,  # i32[B, T]
+  dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+  """cos and sin [B, T, 1, H/2] of explicit positions."""
+  frequencies = jnp.asarray(rope_frequencies(config), dtype)
+  angles = positions[:, :, None, None].astype(dtype) * frequencies
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_layer(
+  config: families.ModelConfig,
+  layer: Params,
+  x: jax.Array,  # [B, T, D]
+  rope: tuple[jax.Array, jax.Array],
+  attend: Callable,  # see Block
+) -> tuple[jax.Array, Any]:
+  """One layer, from its entry of params['layers']; see Block."""
+  return nnx.merge(_block_graph(config), layer)(x, rope, attend)
+
+
 def _matrices(key, shapes):
   """Params of std 1/sqrt(fan in) by name, from {name: (shape, fan in)}."""
   sizes = [math.prod(shape) for shape, _ in shapes.values()]
@@ -273,18 +301,6 @@ def _matrices(key, shapes):
     name: nnx.Param(draw.reshape(shape) * fan_in**-0.5)
     for (name, (shape, fan_in)), draw in zip(shapes.items(), draws, strict=True)
   }
-
-
-def _embed(params, tokens):  # [B, T, D], f32 or wider
-  x = params['embed'][tokens]
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _rope(config, positions, dtype):
-  """cos and sin [B, T, 1, H/2] of explicit positions."""
-  frequencies = jnp.asarray(rope_frequencies(config), dtype)
-  angles = positions[:, :, None, None].astype(dtype) * frequencies
-  return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate(x, cos, sin):  # [B, T, N, H]
@@ -307,11 +323,10 @@ def _over_layers(config, params, x, attend_with, kept, rope):
   attend_with maps the layer's entry of `kept` (a list of L, or None) to its
   `attend`; the second result is the list of what the layers kept.
   """
-  graph = _block_graph(config)
 
   def step(x, layer_and_kept):
     layer, old = layer_and_kept
-    return nnx.merge(graph, layer)(x, rope, attend_with(old))
+    return apply_layer(config, layer, x, rope, attend_with(old))
 
   layers = params['layers']
   unrolled = isinstance(layers, list)
