@@ -25,9 +25,16 @@ TOP_LEVEL = {
 }
 PACKAGE = 'thundersync_jax'
 ARRAYS = frozenset({'chex', 'jax', 'numpy'})
-# The last two hold what drivers and benchmarks share.
+# The last three hold what drivers and benchmarks share.
 DRIVERS = frozenset(
-  {'evaluate', 'train_es', 'train_rl', 'assembly', 'synthetic'}
+  {
+    'evaluate',
+    'train_es',
+    'train_rl',
+    'assembly',
+    'synthetic',
+    'schedule_bench',
+  }
 )
 PURE = frozenset({'objectives', 'streaming.accumulators', 'learner.packing'})
 # What a pure file may not mention: it works on arrays, wherever they are.
@@ -41,7 +48,7 @@ OURS = {
   'types': set(),
   'mesh': set(),
   'objectives': {'types'},
-  'streaming': {'types', 'objectives'},
+  'streaming': {'types', 'objectives', 'runs.traces'},  # to simulate them
   'streaming.accumulators': {'types', 'objectives'},
   'learner.packing': {'types'},
   'envs': {'types'},
