@@ -66,6 +66,8 @@ class Launch:
   release: str
   start: float
   items: tuple[Item, ...]
+  shape: packing.Shape
+  sinks: int
   marker: Any
 
 
@@ -150,7 +152,9 @@ class GradientStream:
       self.accumulators.give(*places[kind], tree)
     self.scheduler.launched(work, items)
     marker = self._stats.logprob_diff_max
-    self._flying.append(Launch(work.release, start, tuple(items), marker))
+    self._flying.append(
+      Launch(work.release, start, tuple(items), shape, len(sinks), marker)
+    )
     self.launches += 1
     return True
 
@@ -169,6 +173,9 @@ class GradientStream:
           now,
           release=launch.release,
           trajectories=len(launch.items),
+          keys=[queue.member_key(item.trajectory) for item in launch.items],
+          sinks=launch.sinks,
+          **dataclasses.asdict(launch.shape),
         )
       self._last_end = now
     return len(self._flying)
