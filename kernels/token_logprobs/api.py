@@ -40,7 +40,7 @@ def token_logprobs(
       f'known: {sorted(IMPLEMENTATIONS)}'
     )
   if vocab_chunk is None:
-    vocab_chunk = _default_chunk(hidden.shape[0])
+    vocab_chunk = default_chunk(hidden.shape[0])
   return IMPLEMENTATIONS[name](
     hidden,
     head,
@@ -70,7 +70,7 @@ def _check(hidden, head, targets, temperature, vocab_chunk):
     raise ValueError(f'vocab_chunk={vocab_chunk} must be at least 1')
 
 
-def _default_chunk(rows: int) -> int:
+def default_chunk(rows: int) -> int:
   """Vocabulary entries a chunk that keep a block of f32 logits near 16 MiB."""
   return max(512, min(8192, 4 * 1024 * 1024 // max(rows, 1) // 128 * 128))
 
