@@ -11,6 +11,8 @@ Expected: greedy held-out accuracy 0.29 before, about 0.7 after.
 
 import ml_collections
 
+from thundersync_jax import defaults
+
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the config; arg is '' or 'debug'."""
@@ -18,33 +20,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(
       f'quickstart.py:{arg} does not exist: use debug or nothing'
     )
-  c = ml_collections.ConfigDict()
-  c.seed = 0  # of keys, prompts and shuffles
-  c.steps = 24  # optimizer steps
-  c.schedule = 'thundersync'  # sync, thundersync or async
-  c.checkpoint_every_steps = 12  # 0: at the end only
-  c.keep_checkpoints = 1
-  c.max_failed_fraction = 0.5  # of a step's trajectories, before it is an error
-  c.export_dir = ''  # Hugging Face directory to write at the end
+  c = defaults.config()
+  c.steps = 24
+  c.checkpoint_every_steps = 12
 
-  c.model = ml_collections.ConfigDict()
-  c.model.source = 'smollm2-135m-instruct'  # or a directory, .gguf, hub:a/b
-  c.model.compute_dtype = 'float32'  # of matrix products: float32 or bfloat16
-  c.model.remat = False  # recompute layers in the backward pass
-
-  # Sizes (embed_dim, num_layers, ...) of a model to train from nothing with
-  # the tokenizer of the source; empty: the weights of the source.
-  c.model.new = ml_collections.ConfigDict()
-
-  c.mesh = ml_collections.ConfigDict()
-  c.mesh.rollout_devices = -1  # half of them; 0: share one mesh
-  c.mesh.data = 1
-  c.mesh.fsdp = -1  # what data and tensor leave
-  c.mesh.tensor = 1
-
-  c.task = ml_collections.ConfigDict()
   c.task.family = 'reasoning_gym'
-  c.task.args = ml_collections.ConfigDict()
   c.task.args.generator = 'chain_sum'
   c.task.args.generator_args = {
     'min_terms': 2,
@@ -55,89 +35,29 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.args.answer = 'last_integer'
   c.task.args.exact = True  # reward 1 or 0
   c.task.train_prompts = 120
-  c.task.validation_prompts = 0  # 0: no such fold
   c.task.test_prompts = 80
-  c.task.latency = ml_collections.ConfigDict()  # waits before each answer
-  c.task.latency.kind = 'none'  # constant, lognormal or empirical
-  c.task.latency.seconds = 0.0  # a constant, or a log-normal's mean
-  c.task.latency.sigma = 0.0  # of a log-normal's logarithm
-  c.task.latency.file = ''  # of measured seconds, one a line
-  c.task.latency.scale = 1.0  # multiplies every delay
 
-  c.rollout = ml_collections.ConfigDict()
   c.rollout.prompts_per_step = 8
   c.rollout.group_size = 8
-  c.rollout.temperature = 1.0
-  c.rollout.top_k = 0  # 0: all
-  c.rollout.top_p = 1.0
-  c.rollout.slots = 32  # trajectories decoded at once; others wait
-  c.rollout.chunk = 4  # tokens between two looks at what has ended
+  c.rollout.slots = 32
+  c.rollout.chunk = 4
   c.rollout.max_prompt_tokens = 48
   c.rollout.max_turn_tokens = 10
-  c.rollout.max_trajectory_tokens = 10  # sampled, all turns
+  c.rollout.max_trajectory_tokens = 10
   c.rollout.max_turns = 1
-  c.rollout.max_context = 64  # prompt included
-  c.rollout.prompt_buckets = (48,)  # tokens; (): derived
-  c.rollout.cache_buckets = ()
-  c.rollout.weights_dtype = 'float32'  # of decode weights and cache
-  c.rollout.env_workers = 8  # threads
-  c.rollout.env_timeout_s = 60.0
+  c.rollout.max_context = 64
+  c.rollout.prompt_buckets = (48,)
 
-  c.estimator = ml_collections.ConfigDict()
-  c.estimator.name = 'grpo'
-  c.estimator.aggregation = 'token'  # token, sequence or constant
-  c.estimator.constant_tokens = 0  # 0: max_trajectory_tokens
-  c.estimator.mask_truncated = False
-  c.estimator.resample_zero_variance = False
-  c.estimator.max_resampled_prompts = 8  # a step
+  c.learner.rows = (1, 4)
+  c.learner.row_tokens = (128,)
+  c.learner.row_targets = (80,)
 
-  c.objective = ml_collections.ConfigDict()
-  c.objective.loss = 'truncated_is'  # for async; else the ratio is 1
-  c.objective.is_cap = 2.0  # of the ratio, for truncated_is
-  c.objective.clip_low = 0.2
-  c.objective.clip_high = 0.28
-  c.objective.kl_coef = 0.0  # to the initial weights
-  c.objective.kl_estimator = 'k3'
-
-  c.stream = ml_collections.ConfigDict()
-  c.stream.granularity = 'trajectory'  # trajectory, group or batch
-  c.stream.max_open_groups = 4
-  c.stream.max_open_bytes = 5 << 30
-  c.stream.max_buckets = 2  # distinct rewards a group may stream apart
-  c.stream.affine_sums = False  # with more: two affine sums, else an error
-  c.stream.sums_on = 'device'  # or host
-  c.stream.max_staleness = 1  # steps, for async
-
-  c.learner = ml_collections.ConfigDict()
-  c.learner.rows = (1, 4)  # of a packed batch
-  c.learner.row_tokens = (128,)  # (): derived
-  c.learner.row_targets = (80,)  # loss entries a row
-
-  c.optimizer = ml_collections.ConfigDict()
   c.optimizer.learning_rate = 2e-5
-  c.optimizer.schedule = 'constant'  # constant, linear or cosine
-  c.optimizer.warmup_steps = 0
-  c.optimizer.b1 = 0.9
-  c.optimizer.b2 = 0.99
-  c.optimizer.eps = 1e-8
-  c.optimizer.weight_decay = 0.0
-  c.optimizer.clip_norm = 1.0  # 0: none
 
-  c.sft = ml_collections.ConfigDict()
-  c.sft.steps = 0  # of a warm start on gold paths; 0: none
-  c.sft.demonstrations = 1  # prompts of the training fold to play
-  c.sft.batch = 1  # demonstrations a step
-  c.sft.learning_rate = 1e-4  # the other settings are the optimizer's
-  c.sft.schedule = 'cosine'
-  c.sft.warmup_steps = 0
-
-  c.eval = ml_collections.ConfigDict()
-  c.eval.fold = 'test'  # or validation
-  c.eval.prompts = 80  # 0: no evaluation
-  c.eval.every_steps = 12  # 0: before and after only
-  c.eval.samples = 4  # a prompt, for pass@k; 0: none
+  c.eval.prompts = 80
+  c.eval.every_steps = 12
+  c.eval.samples = 4
   c.eval.k = 4
-  c.eval.solved = 1.0  # reward from which a trajectory counts
 
   if arg == 'debug':
     _shrink(c)

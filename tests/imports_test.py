@@ -31,7 +31,9 @@ DRIVERS = frozenset(
     'evaluate',
     'train_es',
     'train_rl',
+    'train_sft',
     'assembly',
+    'defaults',
     'synthetic',
     'schedule_bench',
   }

@@ -1,0 +1,55 @@
+"""SmolLM2-135M learns to answer questions with SQL queries on real databases.
+
+  python experiments/train_rl.py --config=configs/agent_sql.py \
+    --workdir=runs/agent_sql
+"""
+
+import ml_collections
+
+from thundersync_jax import defaults
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the config; arg is ''."""
+  if arg:
+    raise ValueError(f'agent_sql.py:{arg} does not exist: use nothing')
+  c = defaults.config()
+  c.steps = 25
+  c.checkpoint_every_steps = 5
+
+  c.task.family = 'sql'
+  c.task.args.levels = (1, 2, 3)
+  c.task.train_prompts = 1000
+  c.task.validation_prompts = 100
+  c.task.test_prompts = 100
+
+  c.sft.steps = 12
+  c.sft.demonstrations = 96
+  c.sft.batch = 16
+  c.sft.learning_rate = 5e-5
+  c.sft.warmup_steps = 2
+
+  c.rollout.prompts_per_step = 8
+  c.rollout.group_size = 8
+  c.rollout.slots = 32
+  c.rollout.chunk = 4
+  c.rollout.max_prompt_tokens = 72
+  c.rollout.max_turn_tokens = 32
+  c.rollout.max_trajectory_tokens = 80
+  c.rollout.max_turns = 3
+  c.rollout.max_context = 192
+  c.rollout.prompt_buckets = (32, 72)
+  c.rollout.cache_buckets = (192,)
+
+  c.learner.rows = (1, 2)
+  c.learner.row_tokens = (256,)
+  c.learner.row_targets = (128,)
+
+  c.optimizer.learning_rate = 1e-5
+  c.optimizer.b2 = 0.99
+
+  c.eval.fold = 'validation'
+  c.eval.prompts = 64
+
+  c.lock()
+  return c
