@@ -177,7 +177,7 @@ def _train(
   weights = run.publish(state.params)
   run.agent.engine.publish(weights, first)
   run.evaluator.engine.publish(weights, first)
-  _warm_up(run, state)
+  warm_up(run, state)
   # --- Evaluate before -----------------------------------------------------
   scores = counters.get('scores', {})
   if first == 0 and config.eval.prompts:
@@ -188,7 +188,7 @@ def _train(
       writer.write(0, report.evaluation(scores['before']))
     bar = metrics.ProgressBar(config.steps, first)
     for step in range(first, config.steps):
-      state, values = _step(run, state, step, observer)
+      state, values = train_step(run, state, step, observer)
       done = step + 1
       if config.eval.prompts and (
         done == config.steps
@@ -224,7 +224,7 @@ def _train(
   return Result(summary, state.params)
 
 
-def _step(run: Run, state, step: int, observer: Observer | None):
+def train_step(run: Run, state, step: int, observer: Observer | None):
   """One optimizer step: stream its gradient, apply it, publish."""
   clock = run.timeline
   clock.begin_step(step)
@@ -337,7 +337,7 @@ def _check_failures(run: Run, step: int, groups) -> None:
     )
 
 
-def _warm_up(run: Run, state) -> None:
+def warm_up(run: Run, state) -> None:
   """Compiles ahead, so that no step of the run compiles."""
   ahead = assembly.max_staleness(run.config)
   run.stream = gradient_stream.GradientStream(
