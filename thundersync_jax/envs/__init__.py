@@ -4,14 +4,24 @@ To add a family: write a module with a base.TaskFamily (how its tasks are drawn
 and how its environment is made) and give it a line in ENVIRONMENTS.
 """
 
-from thundersync_jax.envs import base, maths, reasoning, sql, toy
+from thundersync_jax.envs import (
+  base,
+  maths,
+  reasoning,
+  sql,
+  textworld,
+  toy,
+  toy_tools,
+)
 
 ENVIRONMENTS: dict[str, base.TaskFamily] = {
   'reasoning_gym': reasoning.FAMILY,
   'maths': maths.FAMILY,
   'sql': sql.FAMILY,
+  'textworld': textworld.FAMILY,
   'toy': toy.FAMILY,
   'toy_guess': toy.GUESS_FAMILY,
+  'toy_tools': toy_tools.FAMILY,
 }
 
 
