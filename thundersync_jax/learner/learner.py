@@ -93,7 +93,7 @@ class Learner:
     self.objective = objective
     self.shapes = shapes
     self._optimizer = optimizer
-    self._mesh = mesh
+    self.mesh = mesh
     self._sums_on_host = sums_on_host
     self._programs = {}
     self._zero_makers = {}
@@ -214,7 +214,7 @@ class Learner:
     names = ('rows', None)
 
     def place(x):
-      return jax.device_put(x, mesh_lib.sharding(self._mesh, x.shape, names))
+      return jax.device_put(x, mesh_lib.sharding(self.mesh, x.shape, names))
 
     return jax.tree.map(place, batch)
 
