@@ -25,7 +25,7 @@ TOP_LEVEL = {
 }
 PACKAGE = 'thundersync_jax'
 ARRAYS = frozenset({'chex', 'jax', 'numpy'})
-# The last three hold what drivers and benchmarks share.
+# The last four hold what drivers and benchmarks share.
 DRIVERS = frozenset(
   {
     'evaluate',
@@ -35,6 +35,7 @@ DRIVERS = frozenset(
     'assembly',
     'defaults',
     'synthetic',
+    'replay',
     'schedule_bench',
   }
 )

@@ -116,7 +116,17 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """A run; `settings` are numbers by name (slots, chunk, ...)."""
+  """A run.
+
+  Attributes:
+    schedule, granularity: of the run.
+    settings: numbers by name (slots, chunk, ...).
+    costs: of the devices' programs.
+    steps: those that were timed.
+    trajectories: of all steps.
+    measured: schedule -> seconds of the timed steps, where others were run
+      beside this one.
+  """
 
   schedule: str
   granularity: str
@@ -124,6 +134,7 @@ class Trace:
   costs: Costs
   steps: tuple[StepTimes, ...]
   trajectories: tuple[TrajectoryTimes, ...]
+  measured: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 class Recorder:
@@ -147,6 +158,7 @@ class Recorder:
     trajectories: Iterable[Trajectory],
     values: dict[str, float],
     slots: int,
+    timed: bool = True,
   ) -> None:
     """Adds a step.
 
@@ -155,12 +167,16 @@ class Recorder:
       trajectories: that its gradient was made of.
       values: its metrics.
       slots: rows of a decode step.
+      timed: false for a warm-up, of which only the trajectories are kept.
     """
-    self._spans += record.spans
     for span in record.spans:
       if span.name in _WAITS and 'turn' in span.args:
         key = (span.args['prompt_id'], span.args['member'], span.args['turn'])
         self._waits[key] = span.end - span.start
+    self.trajectories += [self._times(t) for t in trajectories]
+    if not timed:
+      return
+    self._spans += record.spans
     used = values.get('rollout/slots_used_fraction', 0.0)
     if used:
       rows = values['rollout/tokens'] / used
@@ -174,7 +190,6 @@ class Recorder:
         values['time/learner_idle_s'] / seconds,
       )
     )
-    self.trajectories += [self._times(t) for t in trajectories]
 
   def trace(
     self, schedule: str, granularity: str, settings: dict[str, Any]
@@ -245,6 +260,7 @@ def write(trace: Trace, path: str | os.PathLike) -> None:
     'granularity': trace.granularity,
     'settings': trace.settings,
     'costs': dataclasses.asdict(trace.costs),
+    'measured': trace.measured,
   }
   lines = [run]
   lines += [{'kind': 'step'} | dataclasses.asdict(s) for s in trace.steps]
@@ -292,6 +308,7 @@ def read(path: str | os.PathLike) -> Trace:
     ),
     tuple(steps),
     tuple(trajectories),
+    run['measured'],
   )
 
 

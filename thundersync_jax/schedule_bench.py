@@ -1,0 +1,332 @@
+"""One agentic workload under several schedules, in one process.
+
+The work of a step is fixed: a random model, tasks of the toy agent
+(envs/toy_tools.py), waits that derive from (seed, prompt_id, member, turn). The
+mean wait is chosen so that the rollout takes about as long as the learner; the
+programs are those of training (train_rl.py), step by step. Schedules take turns
+in blocks of a few steps, so that what disturbs the machine meets all of them.
+"""
+
+import dataclasses
+import os
+import pathlib
+import statistics
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from thundersync_jax import assembly, defaults, replay, train_rl
+from thundersync_jax.runs import critical_path, traces
+from thundersync_jax.streaming import simulate
+from thundersync_jax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What a step has to do.
+
+  Attributes:
+    prompts, group: of a step.
+    slots: of the engine.
+    prompt_letters, answer_letters: of a task and of a tool's answer.
+    turns: of every trajectory, so that each fills a row of the learner.
+    turn_tokens: sampled tokens of a turn.
+    sigma: of the logarithm of a wait.
+    balance: rollout time over learner time that the mean wait is chosen for.
+    width, layers: of the model.
+  """
+
+  prompts: int = 6
+  group: int = 8
+  slots: int = 24
+  prompt_letters: int = 256
+  answer_letters: int = 16
+  turns: int = 4
+  turn_tokens: int = 4
+  sigma: float = 1.0
+  balance: float = 1.0
+  width: int = 192
+  layers: int = 4
+
+
+WORKLOADS = {
+  # Many turns, tools with a heavy tail: rollout and learner are alike.
+  'tools': Workload(),
+  # One turn and a slow grader.
+  'grader': Workload(turns=1, turn_tokens=8, sigma=0.5, slots=48),
+  # Long trajectories and quick tools: the learner is the limit.
+  'learner': Workload(prompt_letters=400, turns=3, balance=0.5),
+  # Seconds, on any machine.
+  'debug': Workload(
+    prompts=2, group=3, slots=4, prompt_letters=16, width=16, layers=1
+  ),
+}
+# Name -> schedule, granularity.
+SCHEDULES = {
+  'sync': ('sync', 'batch'),
+  'thundersync': ('thundersync', 'trajectory'),
+  'thundersync_group': ('thundersync', 'group'),
+  'async': ('async', 'trajectory'),
+}
+_CALIBRATION_S = 0.02  # mean wait of the steps that measure the learner
+
+
+def one_core_a_device() -> None:
+  """Gives a CPU device one core; call before the first JAX program.
+
+  So rollout and learner have each their own, as slices of a cluster have.
+  """
+  flag = '--xla_cpu_multi_thread_eigen=false'
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'.strip()
+
+
+def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
+  """The config of a run of the workload, with a mean wait in seconds."""
+  c = defaults.config()
+  c.steps, c.checkpoint_every_steps, c.eval.prompts = 10_000, 0, 0
+  c.model.source = 'random:llama'
+  c.model.new = {
+    'embed_dim': workload.width,
+    'mlp_dim': 3 * workload.width,
+    'num_layers': workload.layers,
+    'head_dim': workload.width // 4,
+    'max_context': 1024,
+  }
+  c.task.family = 'toy_tools'
+  c.task.args = {
+    'prompt_letters': workload.prompt_letters,
+    'answer_letters': workload.answer_letters,
+    'min_turns': workload.turns,
+    'max_turns': workload.turns,
+  }
+  c.task.train_prompts, c.task.test_prompts = 8 * workload.prompts, 1
+  c.task.latency.kind = 'lognormal'
+  c.task.latency.seconds, c.task.latency.sigma = wait_s, workload.sigma
+  c.rollout.prompts_per_step = workload.prompts
+  c.rollout.group_size = workload.group
+  c.rollout.slots, c.rollout.chunk = workload.slots, workload.turn_tokens
+  prompt = workload.prompt_letters + 8  # what the chat template adds
+  turn = workload.turn_tokens + workload.answer_letters + 4
+  sampled = workload.turns * workload.turn_tokens
+  context = assembly.round_up(prompt + workload.turns * turn)
+  c.rollout.max_prompt_tokens = prompt
+  lengths = {assembly.round_up(turn), assembly.round_up(prompt)}
+  c.rollout.prompt_buckets = tuple(sorted(lengths))
+  c.rollout.cache_buckets = (context,)
+  c.rollout.max_context = context
+  c.rollout.max_turn_tokens = workload.turn_tokens
+  c.rollout.max_trajectory_tokens = sampled
+  c.rollout.env_workers = 2 * workload.prompts * workload.group
+  c.stream.max_open_groups = workload.prompts
+  c.learner.rows = (1,)
+  c.learner.row_tokens = (context,)
+  c.learner.row_targets = (sampled,)
+  c.optimizer.learning_rate = 1e-7  # all schedules sample the same tokens
+  return c
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A timed step.
+
+  Attributes:
+    times: see traces.StepTimes.
+    bound: its critical path.
+    staleness: mean over tokens, in steps.
+    compiled: programs, which should be none.
+  """
+
+  times: traces.StepTimes
+  bound: critical_path.Bound
+  staleness: float
+  compiled: int
+
+
+class Contestant:
+  """A run under one schedule, stepped by hand.
+
+  Args:
+    config: of the run.
+    folder: where its prompts are; several runs may share it.
+  """
+
+  def __init__(self, config: ml_collections.ConfigDict, folder: pathlib.Path):
+    assembly.check(config)
+    self.config = config
+    self.run = run = train_rl.set_up(config, folder)
+    self._state = run.learner.init_state(run.loaded.params)
+    run.agent.engine.publish(run.publish(self._state.params), 0)
+    train_rl.warm_up(run, self._state)
+    self._recorder = traces.Recorder(run.agent.max_turns)
+    self._trained: list[Trajectory] = []
+    self.measured: list[Measured] = []
+
+  def play(self, steps: int, timed: bool = True) -> None:
+    """Does some steps; those that are not timed only go on."""
+    for _ in range(steps):
+      step = int(self._state.step)
+      self._state, values = train_rl.train_step(
+        self.run, self._state, step, self._observe
+      )
+      record = self.run.timeline.steps()[-1]
+      trained, slots = self._trained, self.config.rollout.slots
+      self._recorder.add(record, trained, values, slots, timed)
+      if timed:
+        self.measured.append(
+          Measured(
+            self._recorder.steps[-1],
+            critical_path.of_step(record, self._released(trained)),
+            values['staleness/mean_steps'],
+            values['host/compilations'],
+          )
+        )
+
+  def trace(self) -> traces.Trace:
+    """What has been played so far."""
+    c = self.config
+    settings = {
+      'slots': c.rollout.slots,
+      'chunk': c.rollout.chunk,
+      'extend_tokens': max(c.rollout.prompt_buckets),
+      'workers': c.rollout.env_workers,
+      'max_open_groups': c.stream.max_open_groups,
+    }
+    granularity = assembly.plan(c).granularity
+    return self._recorder.trace(c.schedule, granularity, settings)
+
+  def close(self) -> None:
+    """Ends its threads."""
+    for pool in self.run.pools:
+      pool.close()
+
+  def _observe(self, step: int, trajectories: list[Trajectory]) -> None:
+    self._trained = trajectories
+
+  def _released(self, trajectories) -> dict[critical_path.Key, float]:
+    """When each gradient became possible: the slot left, or the reward in."""
+    last = {}
+    for record in self.run.timeline.steps():
+      for span in record.spans:
+        if span.track == 'environment':
+          key = span.args['prompt_id'], span.args['member']
+          last[key] = max(last.get(key, span), span, key=lambda s: s.end)
+    released = {}
+    for t in trajectories:
+      key = (t.prompt_id, t.member)
+      early = len(t.turns) >= self.run.agent.max_turns
+      released[key] = last[key].start if early else last[key].end
+    return released
+
+
+# --- The race ----------------------------------------------------------------
+
+
+def race(
+  workload: Workload, folder: pathlib.Path, blocks: int, steps: int
+) -> dict[str, Contestant]:
+  """Plays all schedules in turns.
+
+  Args:
+    workload: what a step has to do.
+    folder: for the prompts.
+    blocks: how often each schedule has its turn.
+    steps: timed steps of a block, after one that is not: prompts of an
+      asynchronous run that were under way have waited while others ran.
+  """
+  wait_s = _CALIBRATION_S
+  first = contestant(workload, 'sync', wait_s, folder)
+  first.play(1, timed=False)
+  first.play(2)
+  wait_s *= wait_for(first.trace(), workload)
+  first.close()
+  found = {
+    name: contestant(workload, name, wait_s, folder) for name in SCHEDULES
+  }
+  for _ in range(blocks):
+    for runner in found.values():
+      runner.play(1, timed=False)
+      runner.play(steps)
+  for runner in found.values():
+    runner.close()
+  return found
+
+
+def contestant(
+  workload: Workload, name: str, wait_s: float, folder: pathlib.Path
+) -> Contestant:
+  """One of SCHEDULES at work on a workload."""
+  c = config(workload, wait_s)
+  c.schedule, c.stream.granularity = SCHEDULES[name]
+  return Contestant(c, folder)
+
+
+def rows(found: dict[str, Contestant]) -> list[dict[str, Any]]:
+  """A line of figures a schedule; ratios are those of equal steps.
+
+  step_s, faster and over_bound are medians; the quartiles of faster stand
+  beside it.
+  """
+  base = [m.times.seconds for m in found['sync'].measured]
+  lines = []
+  for name, runner in found.items():
+    measured = runner.measured
+    seconds = np.array([m.times.seconds for m in measured])
+    low, faster, high = np.percentile(base / seconds, [25, 50, 75])
+    lines.append(
+      {
+        'schedule': name,
+        'step_s': float(np.median(seconds)),
+        'faster': float(faster),
+        'quartiles': f'{low:.2f}-{high:.2f}',
+        'rollout_idle': _mean(m.times.rollout_idle for m in measured),
+        'learner_idle': _mean(m.times.learner_idle for m in measured),
+        'bound_s': float(np.median([m.bound.bound_s for m in measured])),
+        'over_bound': float(np.median([m.bound.ratio for m in measured])),
+        'rollout_s': float(np.median([m.bound.rollout_s for m in measured])),
+        'learner_s': float(np.median([m.bound.learner_s for m in measured])),
+        'staleness': _mean(m.staleness for m in measured),
+        'steps': len(measured),
+        'compiled': sum(m.compiled for m in measured),
+      }
+    )
+  return lines
+
+
+def trace(found: dict[str, Contestant]) -> traces.Trace:
+  """The trace of schedule sync, with what all schedules took."""
+  measured = {
+    name: [m.times.seconds for m in runner.measured]
+    for name, runner in found.items()
+  }
+  return dataclasses.replace(found['sync'].trace(), measured=measured)
+
+
+def _mean(values) -> float:
+  return statistics.fmean(values)
+
+
+def wait_for(trace: traces.Trace, workload: Workload) -> float:
+  """The mean wait with which the rollout takes balance times the learner.
+
+  Args:
+    trace: of schedule sync, with some other mean wait.
+    workload: its balance.
+
+  Returns:
+    How often the waits of the trace that is.
+  """
+
+  def excess(scale):
+    steps = replay.play(trace, simulate.SCHEDULES['sync'], scale)
+    learner = [(1 - s.learner_idle) * s.seconds for s in steps]
+    rollout = [s.seconds for s in steps] - np.array(learner)
+    return np.median(rollout) - workload.balance * np.median(learner)
+
+  low, high = 0.0, 1.0
+  while excess(high) < 0:
+    low, high = high, 2 * high
+  for _ in range(12):
+    middle = (low + high) / 2
+    low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+  return high
