@@ -32,6 +32,7 @@ class Group:
     self.members: dict[Hashable, Trajectory] = {}  # in completion order
     self.failures: dict[Hashable, str] = {}
     self.launched: set[Hashable] = set()
+    self._closed = self._finished = False  # once true, they stay true
 
   @property
   def scored(self) -> list[Trajectory]:
@@ -42,13 +43,17 @@ class Group:
   @property
   def closed(self) -> bool:
     """Every member is scored or has failed."""
-    scored = sum(t.reward is not None for t in self.members.values())
-    return scored + len(self.failures) == self.size
+    if not self._closed:
+      scored = sum(t.reward is not None for t in self.members.values())
+      self._closed = scored + len(self.failures) == self.size
+    return self._closed
 
   @property
   def finished(self) -> bool:
     """Closed, and no member waits to be launched."""
-    return self.closed and self.launched >= set(self.members)
+    if not self._finished:
+      self._finished = self.closed and self.launched >= set(self.members)
+    return self._finished
 
   @property
   def zero_variance(self) -> bool:
@@ -81,6 +86,7 @@ class TrajectoryQueue:
     self._inbox: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
     self._groups: dict[Hashable, Group] = {}
     self.failures = collections.Counter()  # reason -> members, for metrics
+    self.touched: list[Group] = []  # by the last drain
 
   def put(self, trajectory: Trajectory) -> None:
     """Hands over a trajectory that is finished, scored or failed."""
@@ -101,13 +107,15 @@ class TrajectoryQueue:
 
   def drain(self) -> list[Group]:
     """Sorts what has been put; returns the groups that it closed."""
-    closed = []
+    closed, touched = [], {}
     while True:
       try:
         trajectory = self._inbox.get_nowait()
       except queue.Empty:
+        self.touched = list(touched.values())
         return closed
       group = self.group_of(trajectory)
+      touched[group.key] = group
       if group.closed:
         raise ValueError(f'{member_key(trajectory)} came to a closed group')
       self._sort(group, trajectory)

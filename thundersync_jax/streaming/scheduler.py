@@ -79,10 +79,9 @@ class Scheduler:
       The groups that closed.
     """
     closed = self._queue.drain()
-    for group in self._queue.open_groups():
+    for group in self._queue.touched:
       self._settle_members(group)
     for group in closed:
-      self._settle_members(group)
       advantages = queue_lib.group_advantages(group, self._estimator)
       self._advantages[group.key] = advantages
       self._accumulators.close(
@@ -96,7 +95,7 @@ class Scheduler:
 
   def next(self, step: int) -> Work | None:
     """Returns the best work of the step, or None when nothing may start."""
-    groups = self._queue.groups(step)
+    groups = [g for g in self._queue.groups(step) if not g.finished]
     if self._granularity == 'batch' and not all(g.closed for g in groups):
       return None
     ready = [(g, t) for g in groups if g.closed for t in g.waiting()]
