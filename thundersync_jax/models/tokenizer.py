@@ -63,7 +63,15 @@ class Tokenizer:
     messages: Sequence[Mapping[str, str]],
     add_generation_prompt: bool = True,
   ) -> np.ndarray:
-    """i32[n] of a conversation, as the model was trained on it.
+    """i32[n] of a conversation; see render."""
+    return self.encode(self.render(messages, add_generation_prompt))
+
+  def render(
+    self,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool = True,
+  ) -> str:
+    """The text of a conversation, as the model was trained on it.
 
     Args:
       messages: dicts with 'role' and 'content'.
@@ -79,14 +87,13 @@ class Tokenizer:
         'an instruction-tuned model'
       )
     try:
-      text = _render(self.hf, messages, add_generation_prompt)
+      return _render(self.hf, messages, add_generation_prompt)
     except jinja2.TemplateError as error:
       roles = [message['role'] for message in messages]
       raise ValueError(
         f'the chat template of {self.hf.name_or_path} refuses messages with '
         f'the roles {roles}: {error}'
       ) from error
-    return self.encode(text)
 
 
 def load(directory: str | pathlib.Path) -> Tokenizer:
@@ -218,7 +225,15 @@ class ByteTokenizer:
     messages: Sequence[Mapping[str, str]],
     add_generation_prompt: bool = True,
   ) -> np.ndarray:
-    """i32[n] of a conversation.
+    """i32[n] of a conversation; see render."""
+    return self.encode(self.render(messages, add_generation_prompt))
+
+  def render(
+    self,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool = True,
+  ) -> str:
+    """The text of a conversation.
 
     Raises:
       ValueError: a role that the template does not know.
@@ -230,4 +245,4 @@ class ByteTokenizer:
           f'role {message["role"]!r} is none of {", ".join(_ROLES)}'
         )
       text += f'<|{message["role"]}|>{message["content"]}<|end|>'
-    return self.encode(text + '<|assistant|>' * add_generation_prompt)
+    return text + '<|assistant|>' * add_generation_prompt
