@@ -250,7 +250,7 @@ def bwrap(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
 def unshare(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
   """The command that starts a worker in namespaces of our own making."""
   root = place.base / 'root'
-  root.mkdir()
+  root.mkdir(exist_ok=True)
   config = {
     'namespaces': True,
     'user': _inner_uid(place) if place.uid is None else None,

@@ -14,6 +14,7 @@ from typing import Any
 from absl import logging
 
 _START_S = 60.0  # a worker's start on a busy machine
+_END_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
 
 
@@ -87,14 +88,15 @@ class Worker:
     """Ends the worker and everything inside."""
     process = self._process
     with contextlib.suppress(OSError):
-      process.stdin.close()
-    with contextlib.suppress(OSError):
-      # The launcher kills what was left to it, then ends; bwrap just ends.
-      os.killpg(process.pid, signal.SIGTERM)
-    try:
-      process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-      logging.error('sandbox: process %d does not end; killed', process.pid)
+      process.stdin.close()  # it kills all that is left inside, then ends
+    for number in (signal.SIGTERM, signal.SIGKILL):
+      try:
+        process.wait(timeout=_END_S)
+        break
+      except subprocess.TimeoutExpired:
+        logging.error('sandbox: process %d does not end; killed', process.pid)
+      with contextlib.suppress(OSError):
+        os.killpg(process.pid, number)
     with contextlib.suppress(OSError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -29,11 +29,17 @@ _PAGE = resource.getpagesize()
 class _Call:
   """A child at work: its output so far, and why it was stopped."""
 
-  def __init__(self, request: dict):
+  def __init__(self, request: dict, crowded: bool):
     self.request = request
+    # After a call that filled the disk another one has room to clean up.
+    self.room = {
+      **request,
+      'disk_bytes': request['disk_bytes'] * (1 + crowded),
+      'max_files': request['max_files'] * (1 + crowded),
+    }
     self.started = time.monotonic()
     self.output, self.value = bytearray(), bytearray()
-    self.stopped, self.status = None, None
+    self.stopped, self.status, self.cpu_s = None, None, 0.0
     output, output_in = os.pipe()
     value, value_in = os.pipe()
     self.pid = os.fork()
@@ -67,7 +73,7 @@ class _Call:
       if now - self.started > self.request['wall_s']:
         self.stopped = self.stopped or 'time'
       elif now > look and self.stopped is None and self.status is None:
-        self.stopped = over_limit(self.request)
+        self.stopped = over_limit(self.room)
         look = now + _TICK_S + 20 * (time.monotonic() - now)
     with contextlib.suppress(NameError):
       os.close(ended)
@@ -89,9 +95,10 @@ class _Call:
   def _reap(self) -> None:
     with contextlib.suppress(ChildProcessError):
       while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if pid == self.pid:
           self.status = os.waitstatus_to_exitcode(status)
+          self.cpu_s = used.ru_utime + used.ru_stime
         if not pid:
           return
 
@@ -106,7 +113,9 @@ class _Call:
       os.close(pipe)
 
   def reply(self) -> dict:
-    if self.status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+    killed = (-signal.SIGXCPU, -signal.SIGKILL)
+    killed += tuple(128 - number for number in killed)  # as a shell tells it
+    if self.status in killed and self.cpu_s >= self.request['cpu_s']:
       self.stopped = self.stopped or 'cpu'
     value = None
     if self.value:
@@ -191,11 +200,13 @@ def main(common: dict) -> None:
   replies = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
   _write(replies, {'ready': True})
+  crowded = False
   for line in sys.stdin.buffer:
     try:
-      call = _Call({**common, **json.loads(line)})
+      call = _Call({**common, **json.loads(line)}, crowded)
       call.watch()
       answer = call.reply()
+      crowded = answer['stopped'] == 'disk'
     except OSError as error:  # no process or pipe to be had
       kill_all(common['own_processes'])
       answer = {'fault': f'{type(error).__name__}: {error}'}
