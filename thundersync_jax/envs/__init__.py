@@ -6,6 +6,7 @@ and how its environment is made) and give it a line in ENVIRONMENTS.
 
 from thundersync_jax.envs import (
   base,
+  bfcl,
   maths,
   reasoning,
   sql,
@@ -15,6 +16,7 @@ from thundersync_jax.envs import (
 )
 
 ENVIRONMENTS: dict[str, base.TaskFamily] = {
+  'bfcl': bfcl.FAMILY,
   'reasoning_gym': reasoning.FAMILY,
   'maths': maths.FAMILY,
   'sql': sql.FAMILY,
