@@ -35,6 +35,7 @@ DRIVERS = frozenset(
     'assembly',
     'defaults',
     'synthetic',
+    'streams',
     'replay',
     'schedule_bench',
   }

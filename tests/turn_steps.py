@@ -18,8 +18,8 @@ from thundersync_jax.learner import (
   distill_loss,
   gradients,
   packing,
+  slab,
   turn_device,
-  turn_programs,
   turn_stream,
 )
 from thundersync_jax.learner import learner as learner_lib
@@ -33,8 +33,8 @@ LIMITS = turn_pieces.Limits(
   max_open=5, max_prompts=3, feed_tokens=6, feed_targets=3, unwind_tokens=8
 )
 SHAPES = turn_device.Shapes(
-  feed=(turn_programs.Shape(2, 6, LENGTH + 8, 3),),
-  unwind=(turn_programs.Shape(2, 8, LENGTH + 8),),
+  feed=(slab.Shape(2, 6, LENGTH + 8, 3),),
+  unwind=(slab.Shape(2, 8, LENGTH + 8),),
 )
 PACKED = (packing.Shape(2, 2 * LENGTH, 64),)
 COSTS = turn_plans.Costs(1.0, 1.0, 1.0)

@@ -43,7 +43,7 @@ CHOICES = {
   'objective.loss': losses.LOSSES,
   'objective.kl_estimator': losses.KL_ESTIMATORS,
   'eval.fold': ('validation', 'test'),
-  'stream.granularity': scheduler.GRANULARITIES,
+  'stream.granularity': (*scheduler.GRANULARITIES, 'turn'),
   'stream.sums_on': ('device', 'host'),
   'optimizer.schedule': optimizer.SCHEDULES,
   'rollout.weights_dtype': ('float32', 'bfloat16'),
@@ -65,6 +65,7 @@ AT_LEAST = {
   'optimizer.warmup_steps': 0,
   'optimizer.weight_decay': 0,
   'optimizer.clip_norm': 0,
+  'distill.max_open': 1,
   'sft.steps': 0,
   'sft.batch': 1,
   'sft.demonstrations': 1,
@@ -108,7 +109,8 @@ def check(config: ConfigDict) -> None:
         'estimator.resample_zero_variance=True with schedule=async: prompts of '
         'later steps are on their way already; use sync or thundersync'
       )
-  if scope == 'group' and config.rollout.group_size < 2:
+  grouped = scope == 'group' and not config.distill.teacher
+  if grouped and config.rollout.group_size < 2:
     raise ValueError(
       f'rollout.group_size={config.rollout.group_size} with '
       f'estimator.name={config.estimator.name!r}: a group baseline needs '

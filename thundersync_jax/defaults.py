@@ -81,13 +81,25 @@ def config() -> ml_collections.ConfigDict:
   c.objective.kl_estimator = 'k3'
 
   c.stream = ml_collections.ConfigDict()
-  c.stream.granularity = 'trajectory'  # trajectory, group or batch
+  c.stream.granularity = 'trajectory'  # turn (with a teacher), group or batch
   c.stream.max_open_groups = 4
   c.stream.max_open_bytes = 5 << 30
   c.stream.max_buckets = 2  # distinct rewards a group may stream apart
   c.stream.affine_sums = False  # with more: two affine sums, else an error
   c.stream.sums_on = 'device'  # or host
   c.stream.max_staleness = 1  # steps, for async
+
+  c.distill = ml_collections.ConfigDict()
+  c.distill.teacher = ''  # as model.source, with its tokenizer; '': rewards
+  c.distill.loss = 'reverse_kl_sampled'  # reverse_kl, forward_kl or jsd
+  c.distill.jsd_beta = 0.5  # weight of the teacher in the mixture
+  c.distill.plan = 'auto'  # close, forward or turn; auto: what waits hide best
+  c.distill.teacher_on = 'learner'  # its mesh; or rollout
+  c.distill.max_open = 16  # trajectories with K/V and adjoints; others: close
+  c.distill.rows = (1, 4)  # trajectories of one launch
+  c.distill.feed_tokens = ()  # of a piece of turns; (): derived
+  c.distill.unwind_tokens = ()  # of a piece going back, or of a prompt
+  c.distill.start_tokens = ()  # where pieces start, rounded up
 
   c.learner = ml_collections.ConfigDict()
   c.learner.rows = (1, 4)  # of a packed batch

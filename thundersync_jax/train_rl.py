@@ -26,11 +26,11 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from thundersync_jax import assembly, evaluate, train_sft
+from thundersync_jax import assembly, evaluate, streams, train_sft
 from thundersync_jax.envs import base as envs_base
 from thundersync_jax.envs import prompt_sets, worker_pool
-from thundersync_jax.learner import gradient_stream, optimizer
 from thundersync_jax.learner import learner as learner_lib
+from thundersync_jax.learner import optimizer
 from thundersync_jax.models import hf_checkpoint, pretrained
 from thundersync_jax.rollout import agent as agent_lib
 from thundersync_jax.runs import (
@@ -64,7 +64,7 @@ class Run:
   learner: learner_lib.Learner
   publish: Callable[[Tree], Tree]
   warm_start: dict[str, Any]  # summary of train_sft, if there was one
-  stream: gradient_stream.GradientStream | None = None
+  stream: streams.Stream | None = None
   ref_params: Tree | None = None
   admitted: int = 0  # steps whose prompts have been submitted
   position: int = 0  # prompts drawn from the training fold
@@ -99,6 +99,7 @@ def train(
     RuntimeError: too many trajectories of a step failed.
   """
   assembly.check(config)
+  streams.check(config)
   with workdir.open_workdir(path, config) as directory:
     try:
       run = set_up(config, directory.path)
@@ -232,8 +233,7 @@ def train_step(run: Run, state, step: int, observer: Observer | None):
   _stream_step(run, state.params, step)
   # --- Barrier: no group of this step is open ------------------------------
   groups = run.stream.queue.groups(step)
-  accumulators = run.stream.accumulators
-  peak_groups, peak_bytes = accumulators.peak_groups, accumulators.peak_bytes
+  peaks = run.stream.peaks
   trajectories = [t for group in groups for t in group.scored]
   _check_failures(run, step, groups)
   with clock.measure('learner', 'barrier'):
@@ -248,13 +248,14 @@ def train_step(run: Run, state, step: int, observer: Observer | None):
     observer(step, trajectories)
   values = report.trajectories(groups, step)
   values |= report.work(clock, spans, _counts(run).since(before))
-  values |= report.learner(stats)
+  distilled = bool(run.config.distill.teacher)
+  values |= (report.distillation if distilled else report.learner)(stats)
   rate = optimizer.learning_rate(run.config.optimizer, run.config.steps)
   return state, values | {
     'learner/grad_norm': grad_norm,
     'learner/learning_rate': float(rate(step)),
-    'queue/open_groups': peak_groups,
-    'queue/open_bytes': peak_bytes,
+    'queue/open_groups': peaks.groups,
+    'queue/open_bytes': peaks.nbytes,
     'queue/resampled_groups': run.resampled.pop(step, 0),
   }
 
@@ -274,6 +275,8 @@ def _stream_step(run: Run, params: Tree, step: int) -> None:
     _admit_step(run)
   while True:
     events = agent.advance()
+    for trajectory in agent.ended_turns():
+      stream.turn_ended(trajectory)
     for trajectory in events:
       stream.queue.put(trajectory)
     for group in stream.settle():
@@ -340,12 +343,8 @@ def _check_failures(run: Run, step: int, groups) -> None:
 def warm_up(run: Run, state) -> None:
   """Compiles ahead, so that no step of the run compiles."""
   ahead = assembly.max_staleness(run.config)
-  run.stream = gradient_stream.GradientStream(
-    run.learner,
-    assembly.plan(run.config),
-    pad_id=run.loaded.tokenizer.pad_id,
-    params=state.params,
-    timeline=run.timeline,
+  run.stream = streams.make(
+    run.config, run.loaded, run.learner, run.meshes, state.params, run.timeline
   )
   logging.info('compiling the rollout')
   extend = run.agent.max_turns > 1 or ahead > 0

@@ -19,7 +19,7 @@ from thundersync_jax.learner import gradients, packing
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.objectives import advantages, aggregation
 from thundersync_jax.streaming import accumulators, queue, scheduler
-from thundersync_jax.types import Item
+from thundersync_jax.types import Item, Trajectory
 
 Tree = Any
 
@@ -123,6 +123,15 @@ class GradientStream:
       if self._plan.affine_sums and self._plan.estimator.affine_in_reward:
         kinds += [('score', 'reward') + extra]
     return kinds
+
+  @property
+  def peaks(self) -> accumulators.Peaks:
+    """The most that was open at once, of the step so far."""
+    sums = self.accumulators
+    return accumulators.Peaks(sums.peak_groups, sums.peak_bytes)
+
+  def turn_ended(self, trajectory: Trajectory) -> None:
+    """A turn tells nothing here: the reward of its trajectory is missing."""
 
   def settle(self) -> list[queue.Group]:
     """Takes in what has arrived; returns the groups that closed."""

@@ -16,14 +16,14 @@ from absl import logging
 from jax.sharding import Mesh
 
 from thundersync_jax import mesh as mesh_lib
-from thundersync_jax.learner import distill_loss, packing, turn_programs
+from thundersync_jax.learner import distill_loss, packing, slab, turn_programs
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.models import families, transformer
 from thundersync_jax.streaming.turn_pieces import Limits, Piece
 from thundersync_jax.types import Batch
 
 Tree = Any
-_SLAB_AXES = turn_programs.Slab(
+_SLAB_AXES = slab.Slab(
   ('layers', None, 'kv_heads', None, None),
   ('layers', None, 'kv_heads', None, None),
   ('layers', None, 'kv_heads', None, None),
@@ -46,8 +46,8 @@ class TeacherModel:
 class Shapes:
   """Shapes that programs exist for: pieces that are fed, and unwound."""
 
-  feed: tuple[turn_programs.Shape, ...]
-  unwind: tuple[turn_programs.Shape, ...]
+  feed: tuple[slab.Shape, ...]
+  unwind: tuple[slab.Shape, ...]
 
   @property
   def length(self) -> int:
@@ -114,7 +114,7 @@ class Device:
   def feed(
     self,
     plan: str,
-    shape: turn_programs.Shape,
+    shape: slab.Shape,
     pieces: Sequence[Piece],
     params: Tree,
   ) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +133,7 @@ class Device:
   def unwind(
     self,
     plan: str,
-    shape: turn_programs.Shape,
+    shape: slab.Shape,
     pieces: Sequence[Piece],
     params: Tree,
   ) -> jax.Array:
@@ -146,7 +146,7 @@ class Device:
     return self._marker()
 
   def feed_prompt(
-    self, shape: turn_programs.Shape, pieces: Sequence[Piece], params: Tree
+    self, shape: slab.Shape, pieces: Sequence[Piece], params: Tree
   ) -> jax.Array:
     """K/V of prompts for both models; returns what is ready with it."""
     batch = self.fill(shape, pieces)
@@ -190,11 +190,9 @@ class Device:
         self.unwind('turn', shape, (), params)  # that of prompts
     jax.block_until_ready(self.finish()[0])
 
-  def fill(
-    self, shape: turn_programs.Shape, pieces: Sequence[Piece]
-  ) -> turn_programs.Pieces:
+  def fill(self, shape: slab.Shape, pieces: Sequence[Piece]) -> slab.Pieces:
     """The arrays of pieces, on the host."""
-    batch = turn_programs.empty_pieces(shape, self._rows)
+    batch = slab.empty_pieces(shape, self._rows)
     for i, piece in enumerate(pieces):
       batch.rows[i] = piece.place.row
       batch.prompt_rows[i] = piece.place.prompt_row
@@ -234,7 +232,7 @@ class Device:
 
   def _make_slab(self, config, mesh, *, rows, length, dtype, adjoints, inputs):
     make = functools.partial(
-      turn_programs.empty_slab,
+      slab.empty_slab,
       config,
       rows,
       length,
@@ -244,7 +242,7 @@ class Device:
     )
     abstract = jax.eval_shape(make)
     names = dataclasses.fields(abstract)
-    where = turn_programs.Slab(
+    where = slab.Slab(
       **{
         field.name: mesh_lib.sharding(
           mesh,
@@ -259,9 +257,9 @@ class Device:
 
   def _run(self, name, shape, args):
     on_teacher = name in ('score', 'prefill_teacher', 'packed_teacher')
-    if not on_teacher and isinstance(shape, turn_programs.Shape):
+    if not on_teacher and isinstance(shape, slab.Shape):
       args = tuple(
-        self._put(x) if isinstance(x, turn_programs.Pieces) else x for x in args
+        self._put(x) if isinstance(x, slab.Pieces) else x for x in args
       )
     key = name, shape
     if key not in self._programs:

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax.learner import distill_loss, packing, turn_programs
+from thundersync_jax.learner import distill_loss, packing, slab
 from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.learner.turn_device import Device
+from thundersync_jax.streaming import accumulators, turn_gradients, turn_plans
 from thundersync_jax.streaming import queue as queue_lib
-from thundersync_jax.streaming import turn_gradients, turn_plans
 from thundersync_jax.streaming.turn_pieces import Limits, Piece
 from thundersync_jax.types import Item, Trajectory
 
@@ -119,7 +119,16 @@ class TurnStream:
     self._flying: dict[str, collections.deque[_Flight]] = {}
     self._last_end = collections.defaultdict(float)
     self.launches = 0
-    self.peak_open = 0
+    self._peak_open = 0
+
+  @property
+  def peaks(self) -> accumulators.Peaks:
+    """Trajectories in the slab at once, and what the slabs take."""
+    return accumulators.Peaks(self._peak_open, self._device.slab_bytes)
+
+  def sink_kinds(self) -> list[tuple[str, ...]]:
+    """None: the device has programs of its own."""
+    return []
 
   def turn_ended(self, trajectory: Trajectory) -> None:
     """Takes a snapshot whose last turn has ended; more may follow."""
@@ -145,7 +154,7 @@ class TurnStream:
     run = self._launch_whole if work.items else self._launch_pieces
     self.ledger.launched(work, run(work, params))
     self.launches += 1
-    self.peak_open = max(self.peak_open, self.ledger.open_rows)
+    self._peak_open = max(self._peak_open, self.ledger.open_rows)
     return True
 
   def poll(self, block: bool = False) -> int:
@@ -176,7 +185,7 @@ class TurnStream:
     )
     total, stats = self._device.finish()
     count = float(sum(t.num_sampled for t in trajectories))
-    self.peak_open = 0
+    self._peak_open = 0
     return learner_lib.BatchGradient(total, count, versions), stats
 
   # From here on private.
@@ -239,8 +248,8 @@ class TurnStream:
 
 
 def fit(
-  pieces: Sequence[Piece], shapes: Sequence[turn_programs.Shape]
-) -> tuple[turn_programs.Shape, list[Piece]]:
+  pieces: Sequence[Piece], shapes: Sequence[slab.Shape]
+) -> tuple[slab.Shape, list[Piece]]:
   """Returns the shape that costs least a piece, and what it takes.
 
   The first piece is always taken.
@@ -267,7 +276,7 @@ def fit(
   return best[1:]
 
 
-def _fits(piece: Piece, shape: turn_programs.Shape) -> bool:
+def _fits(piece: Piece, shape: slab.Shape) -> bool:
   return (
     len(piece.tokens) <= shape.tokens
     and piece.start + shape.tokens <= shape.prefix

@@ -62,6 +62,8 @@ METRICS = {
   'learner/learning_rate': 'learning rate of the update [1]',
   'learner/clip_fraction': 'share of tokens whose ratio was cut [0..1]',
   'learner/kl_ref': 'mean KL to the reference a token [nats]',
+  'distill/kl': 'mean loss a token: log-ratio or divergence [nats]',
+  'distill/teacher_entropy': 'mean entropy of the teacher a token [nats]',
   'learner/launches': 'score-gradient programs [count]',
   'queue/open_groups': 'most groups open at once [count]',
   'queue/open_bytes': 'most bytes of sums of open groups at once [bytes]',

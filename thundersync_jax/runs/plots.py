@@ -17,6 +17,7 @@ COLOURS = {
   'decode': '#8cc1e8',
   'tool': '#d9a5d0',
   'grading': '#8f6bb3',
+  'score': '#f7c27d',
   'gradient': '#f28e2b',
   'barrier': '#c8402f',
   'publish': '#2e9e6b',

@@ -132,6 +132,17 @@ def learner(stats) -> dict[str, float]:
   }
 
 
+def distillation(stats) -> dict[str, float]:
+  """Statistics of the loss entries of a step with a teacher."""
+  return {
+    'rollout/logprob_diff_max': float(stats.logprob_diff_max),
+    'learner/tokens': float(stats.entropy.weight),
+    'learner/entropy': stats.entropy.mean(),
+    'distill/kl': stats.kl.mean(),
+    'distill/teacher_entropy': stats.teacher_entropy.mean(),
+  }
+
+
 def evaluation(scores: dict[str, Any], suffix: str = '') -> dict[str, float]:
   """Metrics of an evaluation; suffix '_before' or '_after' for the summary."""
   values = {f'eval/accuracy{suffix}': scores['accuracy']}

@@ -28,6 +28,7 @@ NAMES = (
   'decode',
   'tool',
   'grading',
+  'score',
   'gradient',
   'barrier',
   'publish',

@@ -49,6 +49,14 @@ class Arithmetic:
   nbytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+  """The most that was open at once: groups (or trajectories), and bytes."""
+
+  groups: int
+  nbytes: int
+
+
 class Accumulators:
   """The sums of one step. Driver thread only.
 
