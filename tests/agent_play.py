@@ -72,9 +72,9 @@ class Talker:
     """Holds nothing."""
 
 
-def make_engine(end, context):
+def make_engine(end, context, engine_class=engine_lib.Engine):
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  engine = engine_lib.Engine(
+  engine = engine_class(
     CONFIG,
     mesh,
     slots=4,
@@ -102,6 +102,8 @@ def play(
   tasks=None,
   timeout_s=60.0,
   on_turns=None,
+  tokenizer=BYTES,
+  engine_class=engine_lib.Engine,
   **settings,
 ):
   """Plays one trajectory a maker of environments, in groups of `size`.
@@ -111,9 +113,9 @@ def play(
   """
   pool = worker_pool.WorkerPool(num_workers=4, timeout_s=timeout_s)
   queue = iter([makers[0], *makers])  # the agent asks one for its max_turns
-  engine = make_engine(end, context)
+  engine = make_engine(end, context, engine_class)
   agent = agent_lib.Agent(
-    engine, BYTES, lambda: next(queue)(), pool, limits, **settings
+    engine, tokenizer, lambda: next(queue)(), pool, limits, **settings
   )
   groups = len(makers) // size
   for i in range(groups):
@@ -137,8 +139,8 @@ def play(
   return agent, dict(sorted(events.items())), parked
 
 
-def limits_of(turn=6, trajectory=1000, turns=1000):
-  return agent_lib.Limits(turn, trajectory, turns)
+def limits_of(turn=6, trajectory=1000, turns=1000, max_rows=64):
+  return agent_lib.Limits(turn, trajectory, turns, max_rows)
 
 
 def one(maker, limits, **changes):

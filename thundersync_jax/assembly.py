@@ -32,6 +32,7 @@ from thundersync_jax.models import pretrained
 from thundersync_jax.objectives import advantages, aggregation, losses
 from thundersync_jax.rollout import agent as agent_lib
 from thundersync_jax.rollout import engine as engine_lib
+from thundersync_jax.rollout import eviction
 from thundersync_jax.streaming import scheduler
 from thundersync_jax.types import Sampling
 
@@ -47,6 +48,7 @@ CHOICES = {
   'stream.sums_on': ('device', 'host'),
   'optimizer.schedule': optimizer.SCHEDULES,
   'rollout.weights_dtype': ('float32', 'bfloat16'),
+  'rollout.evict': eviction.EVICT,
 }
 # Setting -> its smallest value.
 AT_LEAST = {
@@ -58,6 +60,7 @@ AT_LEAST = {
   'rollout.max_turn_tokens': 1,
   'rollout.max_trajectory_tokens': 1,
   'rollout.max_turns': 1,
+  'rollout.max_live': 0,
   'estimator.constant_tokens': 0,
   'estimator.max_resampled_prompts': 0,
   'objective.kl_coef': 0,
@@ -227,14 +230,25 @@ def agent(
     sampling=sampling(config),
     dtype=block.weights_dtype,
     timeline=timeline,
+    evict=block.evict,
   )
   make = environment(config)
   limits = agent_lib.Limits(
-    block.max_turn_tokens, block.max_trajectory_tokens, block.max_turns
+    block.max_turn_tokens,
+    block.max_trajectory_tokens,
+    block.max_turns,
+    max(config.learner.rows),  # one launch takes all rows of a trajectory
   )
   late = latency.make(config.seed, **config.task.get('latency', {}))
   return agent_lib.Agent(
-    engine, loaded.tokenizer, make, pool, limits, timeline, late
+    engine,
+    loaded.tokenizer,
+    make,
+    pool,
+    limits,
+    timeline,
+    late,
+    block.max_live,
   )
 
 

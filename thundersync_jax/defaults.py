@@ -63,6 +63,8 @@ def config() -> ml_collections.ConfigDict:
   c.rollout.weights_dtype = 'float32'  # of decode weights and cache
   c.rollout.env_workers = 8  # threads
   c.rollout.env_timeout_s = 60.0
+  c.rollout.evict = 'auto'  # parked K/V: host, recompute, never; auto: cheaper
+  c.rollout.max_live = 0  # trajectories under way; 0: all that are admitted
 
   c.estimator = ml_collections.ConfigDict()
   c.estimator.name = 'grpo'

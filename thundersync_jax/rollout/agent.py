@@ -4,8 +4,10 @@
        -> resume with the observation, or a finished trajectory
 
 The engine belongs to the driver thread; environments run in worker threads,
-which only hand over results. A slot stays parked, with its K/V, while its
-environment answers. Sampled ids are stored and never tokenised again.
+which only hand over results. While its environment answers, a trajectory is
+parked, with its K/V while no other needs the slot. Sampled ids are stored and
+never tokenised again; where the chat template rewrites what was said, the
+trajectory forks into a new row.
 """
 
 import collections
@@ -20,41 +22,22 @@ from absl import logging
 from thundersync_jax.envs import base as envs_base
 from thundersync_jax.envs import latency as latency_lib
 from thundersync_jax.envs import prompt_sets, worker_pool
+from thundersync_jax.rollout import conversation
 from thundersync_jax.rollout import engine as engine_lib
+from thundersync_jax.rollout import live as live_lib
 from thundersync_jax.rollout import slots as slots_lib
-from thundersync_jax.types import EndedTurn, Trajectory, Turn
+from thundersync_jax.types import EndedTurn, Trajectory
 
-Key = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Lengths in tokens; the engine has max_context.
-
-  Attributes:
-    max_turn_tokens: sampled tokens of one turn.
-    max_trajectory_tokens: sampled tokens of all turns.
-    max_turns: turns of the model, beside what the environment allows.
-  """
-
-  max_turn_tokens: int
-  max_trajectory_tokens: int
-  max_turns: int = 1_000_000
-
-
-@dataclasses.dataclass
-class _Live:
-  """A trajectory under way, and its environment."""
-
-  trajectory: Trajectory
-  environment: envs_base.Environment
-  rewards: list[float] = dataclasses.field(default_factory=list)
-  in_engine: bool = False
-  ended: EndedTurn | None = None  # the turn that the environment looks at
-
-  @property
-  def key(self) -> Key:
-    return (self.trajectory.prompt_id, self.trajectory.member)
+Limits = live_lib.Limits
+# What looking at the answer of an environment may raise.
+_NONSENSE = (
+  ValueError,
+  TypeError,
+  AttributeError,
+  LookupError,
+  ArithmeticError,
+  RuntimeError,
+)
 
 
 class Agent:
@@ -68,6 +51,8 @@ class Agent:
     limits: see Limits.
     timeline: records the environments' spans, may be None.
     latency: makes the environments answer late, may be None.
+    max_live: trajectories under way, 0: no limit. Other groups wait, and start
+      whole; one is always under way.
   """
 
   def __init__(
@@ -79,6 +64,7 @@ class Agent:
     limits: Limits,
     timeline=None,
     latency: latency_lib.Latency | None = None,
+    max_live: int = 0,
   ):
     self.engine = engine
     self._tokenizer = tokenizer
@@ -87,7 +73,10 @@ class Agent:
     self._limits = limits
     self._timeline = timeline
     self._latency = latency
-    self._live: dict[Key, _Live] = {}
+    self._max_live = max_live
+    self._appends = conversation.keeps_history(tokenizer)
+    self._pending = collections.deque()  # (prompt, step, members) to start
+    self._live: dict[live_lib.Key, live_lib.Live] = {}
     self._resets: dict[int, int] = {}  # prompt_id -> members not reset yet
     self._ended_turns: list[Trajectory] = []
     self.failures = collections.Counter()  # reason -> trajectories
@@ -97,19 +86,40 @@ class Agent:
 
   @property
   def live(self) -> int:
-    """Trajectories under way."""
-    return len(self._live)
+    """Trajectories under way, and those that max_live keeps waiting."""
+    waiting = sum(len(members) for *_, members in self._pending)
+    return len(self._live) + waiting
 
   def submit(
     self, prompt: prompt_sets.Prompt, step: int, members: range
   ) -> None:
-    """Starts the members of one prompt's group."""
+    """Starts the members of one prompt's group, when max_live lets them."""
+    self._pending.append((prompt, step, members))
+    self._start_pending()
+
+  def _start_pending(self) -> None:
+    while self._pending:
+      prompt, step, members = self._pending[0]
+      count = len(self._live) + len(members)
+      if self._max_live and self._live and count > self._max_live:
+        return
+      self._pending.popleft()
+      self._reset(prompt, step, members)
+
+  def _reset(
+    self, prompt: prompt_sets.Prompt, step: int, members: range
+  ) -> None:
     self._resets[prompt.prompt_id] = len(members)
     for member in members:
       trajectory = Trajectory(
         prompt.prompt_id, member, step, np.zeros(0, np.int32)
       )
-      live = _Live(trajectory, self._environment(prompt.prompt_id, member))
+      live = live_lib.Live(
+        trajectory,
+        self._environment(prompt.prompt_id, member),
+        conversation.Conversation(self._tokenizer, self._appends),
+        self._limits,
+      )
       self._live[live.key] = live
       self._pool.submit(
         (live.key, 'reset'), live.environment.reset, prompt.task
@@ -134,6 +144,7 @@ class Agent:
         self._check_closed(outcome)
       elif key in self._live:
         events += self._answered(self._live[key], stage, outcome)
+    self._start_pending()
     self.engine.launch()
     return events
 
@@ -156,14 +167,10 @@ class Agent:
 
   # What came back.
 
-  def _turn_ended(self, live: _Live, ended: EndedTurn) -> list[Trajectory]:
-    spent = live.trajectory.num_sampled + len(ended.tokens)
-    reason = ended.finish_reason
-    if reason == 'length' and spent >= self._limits.max_trajectory_tokens:
-      reason = 'trajectory'
-    live.ended = dataclasses.replace(ended, finish_reason=reason)
-    live.trajectory = _with_turn(live.trajectory, live.ended, ())
-    text = self._tokenizer.decode(ended.tokens)
+  def _turn_ended(
+    self, live: live_lib.Live, ended: EndedTurn
+  ) -> list[Trajectory]:
+    text = live.end_turn(ended)
     self._pool.submit((live.key, 'step'), live.environment.step, text)
     if self._may_go_on(live):
       self._ended_turns.append(live.trajectory)
@@ -171,7 +178,9 @@ class Agent:
     self._leave_engine(live)
     return [live.trajectory]
 
-  def _answered(self, live: _Live, stage: str, outcome) -> list[Trajectory]:
+  def _answered(
+    self, live: live_lib.Live, stage: str, outcome
+  ) -> list[Trajectory]:
     if stage == 'reset':
       self._resets[live.trajectory.prompt_id] -= 1
     events = []
@@ -179,28 +188,16 @@ class Agent:
       if outcome.error is not None:
         events = self._fail(live, outcome.error)
       elif stage == 'reset':
-        self._set_prompt(live, outcome.value)
+        live.open(outcome.value)
       else:
         events = self._stepped(live, outcome.value)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except _NONSENSE as error:
       # What an environment hands over may be anything: mask, count and log.
-      name = _name(live.environment)
-      reason = f'{name}.{stage}: {type(error).__name__}: {error}'
+      reason = f'{live.name}.{stage}: {type(error).__name__}: {error}'
       events = self._fail(live, reason)
     return events + (self._start_group(live) if stage == 'reset' else [])
 
-  def _set_prompt(self, live: _Live, messages: Any) -> None:
-    if not isinstance(messages, (list, tuple)):  # nothing lazy runs here
-      kind = type(messages).__name__
-      raise TypeError(f'returned {kind}, not a list of messages')
-    prompt = self._tokenizer.apply_chat_template(list(messages))
-    if not len(prompt):
-      raise ValueError(f'the messages {messages} make no prompt token')
-    live.trajectory = dataclasses.replace(
-      live.trajectory, prompt_tokens=np.asarray(prompt, np.int32)
-    )
-
-  def _start_group(self, live: _Live) -> list[Trajectory]:
+  def _start_group(self, live: live_lib.Live) -> list[Trajectory]:
     """Submits a group once all its members are reset, so it shares K/V."""
     prompt_id = live.trajectory.prompt_id
     if self._resets.get(prompt_id) != 0:
@@ -211,26 +208,27 @@ class Agent:
       for (owner, _), other in self._live.items()
       if owner == prompt_id and len(other.trajectory.prompt_tokens)
     ]
+    prompts = [other.trajectory.prompt_tokens.tobytes() for other in group]
+    shared = collections.Counter(prompts).most_common(1)
     events = []
-    for other in group:
-      first, mine = group[0].trajectory, other.trajectory
-      if not np.array_equal(first.prompt_tokens, mine.prompt_tokens):
-        name = _name(other.environment)
+    for other, prompt in zip(group, prompts, strict=True):
+      if prompt != shared[0][0]:
         events += self._fail(
-          other, f'{name}.reset gave members of one group different prompts'
+          other,
+          f'{other.name}.reset gave members of one group different prompts',
         )
         continue
       events += self._start(other)
     return events
 
-  def _start(self, live: _Live) -> list[Trajectory]:
+  def _start(self, live: live_lib.Live) -> list[Trajectory]:
     trajectory = live.trajectory
     request = slots_lib.Request(
       trajectory.prompt_id,
       trajectory.member,
       trajectory.step,
       trajectory.prompt_tokens,
-      self._room(live),
+      live.room,
     )
     try:
       self.engine.submit(request)
@@ -239,32 +237,40 @@ class Agent:
     live.in_engine = True
     return []
 
-  def _stepped(self, live: _Live, result: Any) -> list[Trajectory]:
-    name = _name(live.environment)
+  def _stepped(self, live: live_lib.Live, result: Any) -> list[Trajectory]:
     if not isinstance(result, envs_base.EnvStep):
       raise TypeError(f'returned {type(result).__name__}, not an EnvStep')
     if result.reward is not None:
-      live.rewards.append(envs_base.checked_reward(result.reward, name))
-    if not result.done and live.in_engine:
-      observation = self._observation(live, result.messages)
-      if len(observation) < self._context_left(live):
-        live.trajectory = _with_turn(
-          _without_last(live.trajectory), live.ended, observation
-        )
-        self.engine.resume(*live.key, observation, self._room(live))
-        return []
-    last = len(live.trajectory.turns) >= live.environment.max_turns
+      live.rewards.append(envs_base.checked_reward(result.reward, live.name))
+    cut = self._resume(live, result.messages) if not result.done else ''
+    if cut is None:
+      return []
+    last = live.turns >= live.environment.max_turns
     if (result.done or last) and not live.rewards:
-      envs_base.checked_reward(None, name)
-    if not result.done:
-      live.trajectory = self._cut(live)
+      envs_base.checked_reward(None, live.name)
+    if cut:
+      live.cut(cut)
     # A task that the limits ended unfinished has earned what it got so far.
     reward = float(sum(live.rewards))
     trajectory = dataclasses.replace(live.trajectory, reward=reward)
     self._end(live)
     return [trajectory]
 
-  def _fail(self, live: _Live, reason: str) -> list[Trajectory]:
+  def _resume(self, live: live_lib.Live, messages: Any) -> str | None:
+    """Begins the next turn, or says which limit keeps it from beginning."""
+    if not live.in_engine:
+      if live.turns >= self.max_turns:
+        return 'turns'
+      return 'trajectory' if live.room <= 0 else 'context'
+    what = live.continuation(messages)
+    if cut := live.fits(what, self.engine.max_context):
+      return cut
+    live.go_on(what)
+    begin = self.engine.fork if what.forks else self.engine.resume
+    begin(*live.key, what.tokens, live.room)
+    return None
+
+  def _fail(self, live: live_lib.Live, reason: str) -> list[Trajectory]:
     if live.key not in self._live:
       return []
     self.failures[reason] += 1
@@ -273,48 +279,19 @@ class Agent:
     self._end(live)
     return [dataclasses.replace(live.trajectory, failure=reason)]
 
-  def _end(self, live: _Live) -> None:
+  def _end(self, live: live_lib.Live) -> None:
     self._leave_engine(live)
     del self._live[live.key]
     self._pool.submit((live.key, 'close'), live.environment.close)
 
-  # Small answers.
-
-  def _may_go_on(self, live: _Live) -> bool:
-    turns = len(live.trajectory.turns)
+  def _may_go_on(self, live: live_lib.Live) -> bool:
     return (
-      turns < self.max_turns
+      live.turns < self.max_turns
       and live.ended.finish_reason not in ('context', 'trajectory')
-      and self._room(live) > 0
+      and live.room > 0
     )
 
-  def _room(self, live: _Live) -> int:
-    """Tokens that the next turn may sample."""
-    left = self._limits.max_trajectory_tokens - live.trajectory.num_sampled
-    return min(self._limits.max_turn_tokens, left)
-
-  def _context_left(self, live: _Live) -> int:
-    trajectory = live.trajectory
-    used = len(trajectory.prompt_tokens) + len(trajectory.tokens)
-    return self.engine.max_context - used
-
-  def _observation(self, live: _Live, messages) -> np.ndarray:
-    stopped = live.ended.finish_reason == 'stop'
-    return observation_tokens(self._tokenizer, messages, stopped)
-
-  def _cut(self, live: _Live) -> Trajectory:
-    """The trajectory, with the limit that ended it before its environment."""
-    reason = live.ended.finish_reason
-    if reason == 'stop':
-      reason = 'context'  # no room for the observation, if nothing else
-      if len(live.trajectory.turns) >= self.max_turns:
-        reason = 'turns'
-      elif self._room(live) <= 0:
-        reason = 'trajectory'
-    ended = dataclasses.replace(live.ended, finish_reason=reason)
-    return _with_turn(_without_last(live.trajectory), ended, ())
-
-  def _leave_engine(self, live: _Live) -> None:
+  def _leave_engine(self, live: live_lib.Live) -> None:
     if live.in_engine:
       self.engine.finish(*live.key)
       live.in_engine = False
@@ -344,67 +321,3 @@ class Agent:
   def _check_closed(self, outcome) -> None:
     if outcome.error is not None:
       self.failures[f'close: {outcome.error}'] += 1
-
-
-def observation_tokens(
-  tokenizer: Any, messages, turn_ended: bool
-) -> np.ndarray:
-  """Tokens that open the next turn after what the model has said.
-
-  The new messages are rendered behind a fixed exchange, of which everything up
-  to its end-of-turn token is cut off; the tokens so far stay as they are.
-
-  Args:
-    tokenizer: see models/tokenizer.py.
-    messages: of the environment.
-    turn_ended: the model sampled its end-of-turn token; else it is added here.
-
-  Returns:
-    i32[n].
-
-  Raises:
-    ValueError: the template changes what stands before new messages.
-  """
-  exchange = [
-    {'role': 'user', 'content': '.'},
-    {'role': 'assistant', 'content': '.'},
-  ]
-  before = tokenizer.apply_chat_template(exchange, add_generation_prompt=False)
-  after = tokenizer.apply_chat_template([*exchange, *messages])
-  ends = [i for i, t in enumerate(before) if int(t) in tokenizer.stop_ids]
-  if not ends:
-    raise ValueError(
-      'the chat template puts no end-of-turn token behind an answer, so turns '
-      'cannot be told apart: use another template, or one turn'
-    )
-  kept = ends[-1] + 1
-  if not np.array_equal(before[:kept], after[:kept]):
-    raise ValueError(
-      'the chat template rewrites earlier messages, so a turn cannot be '
-      'appended: use a template that only appends'
-    )
-  return np.asarray(after[kept if turn_ended else kept - 1 :], np.int32)
-
-
-def _with_turn(
-  trajectory: Trajectory, ended: EndedTurn, observation
-) -> Trajectory:
-  """Appends a turn: its sampled tokens, then the observation."""
-  sampled, observed = len(ended.tokens), len(observation)
-  versions = ended.policy_versions
-  turn = Turn(
-    tokens=np.concatenate([ended.tokens, observation]).astype(np.int32),
-    loss_mask=np.arange(sampled + observed) < sampled,
-    behaviour_logprobs=np.pad(ended.logprobs, (0, observed)),
-    policy_versions=np.pad(versions, (0, observed), constant_values=-1),
-    finish_reason=ended.finish_reason,
-  )
-  return dataclasses.replace(trajectory, turns=(*trajectory.turns, turn))
-
-
-def _without_last(trajectory: Trajectory) -> Trajectory:
-  return dataclasses.replace(trajectory, turns=trajectory.turns[:-1])
-
-
-def _name(environment: envs_base.Environment) -> str:
-  return type(getattr(environment, 'wrapped', environment)).__name__

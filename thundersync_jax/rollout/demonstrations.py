@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from thundersync_jax.envs import base, prompt_sets, worker_pool
-from thundersync_jax.rollout import agent
+from thundersync_jax.rollout import conversation
 from thundersync_jax.types import Trajectory, Turn
 
 
@@ -60,7 +60,7 @@ class Recorder:
       result = environment.step(text)
       observation = ()
       if not result.done:
-        observation = agent.observation_tokens(
+        observation = conversation.observation_tokens(
           self.tokenizer, result.messages, turn_ended=True
         )
       trajectory = dataclasses.replace(

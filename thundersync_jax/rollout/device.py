@@ -29,6 +29,7 @@ class Counters:
     row_steps: rows times steps of decode chunks; tokens / row_steps is the
       share of the slots that were in use.
     launches: device programs.
+    evictions: parked trajectories that made room for others.
   """
 
   tokens: int = 0
@@ -36,6 +37,7 @@ class Counters:
   extend_tokens: int = 0
   row_steps: int = 0
   launches: int = 0
+  evictions: int = 0
 
 
 class Device:
@@ -127,6 +129,27 @@ class Device:
       np.int32(len(pairs)),
     )
     self.counters.launches += 1
+
+  def read(self, slot: int, length: int) -> transformer.Cache:
+    """K/V of a slot, as a prefill of one row; on their way to the host."""
+    row = programs.read(
+      self._config, self._mesh, self._cache, np.int32(slot), length
+    )
+    for leaf in jax.tree.leaves(row):
+      leaf.copy_to_host_async()
+    self._launched('evict', row[-1][0])
+    return row
+
+  def row_bytes(self, length: int) -> int:
+    """Bytes of K/V of so many tokens."""
+    shapes = jax.eval_shape(
+      lambda: transformer.empty_cache(self._config, 1, length, self._dtype)
+    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+  def block(self) -> None:
+    """Waits for the programs that change the cache."""
+    jax.block_until_ready(self._cache)
 
   def extend(
     self,

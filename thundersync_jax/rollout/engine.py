@@ -10,11 +10,12 @@
 harvest and launch are apart, so that slots freed in between are refilled at
 once. Nothing but launch starts device programs, and only when none is running.
 The host knows all tokens (slots.py); the devices hold K/V and no other state.
+When more trajectories are ready than slots are free, parked ones make room:
+their K/V are moved to the host, or recomputed later (eviction.py).
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 
 from thundersync_jax.models import families, transformer
 from thundersync_jax.rollout import device as device_lib
+from thundersync_jax.rollout import eviction, prompt_cache
 from thundersync_jax.rollout import sampling as programs
 from thundersync_jax.rollout import slots as slots_lib
 from thundersync_jax.rollout.slots import Request
@@ -63,6 +65,8 @@ class Engine:
     prefill_rows: prompts that one prefill takes. Waiting prompts fill rows
       that would stay empty.
     extend_rows: slots that one extend takes.
+    evict: one of eviction.EVICT: what becomes of the K/V of parked
+      trajectories when others are ready; 'never': these wait.
 
   Raises:
     ValueError: a size below 1, or buckets that do not ascend to max_context.
@@ -85,7 +89,10 @@ class Engine:
     timeline=None,
     prefill_rows: int = 4,
     extend_rows: int = 4,
+    evict: str = 'auto',
   ):
+    if evict not in eviction.EVICT:
+      raise ValueError(f'evict={evict!r} does not exist: {eviction.EVICT}')
     _check_sizes(slots, chunk, prefill_rows, extend_rows)
     _check_buckets('cache_buckets', cache_buckets, max_context)
     _check_buckets('prompt_buckets', prompt_buckets, 1)
@@ -107,8 +114,13 @@ class Engine:
     )
     self._chunk = chunk
     self._policy_version = self._generation = 0
-    self._prompt_cache = {}  # prompt -> (K/V of a prefill, its row in them)
+    self._prompt_cache = prompt_cache.PromptCache(
+      self._device, self._slots, self._prompt_buckets
+    )
     self._flight = None
+    self._evict = evict
+    self.costs: eviction.Costs | None = None
+    self._leaving: list[slots_lib.Away] = []  # K/V on their way to the host
 
   @property
   def max_context(self) -> int:
@@ -127,6 +139,11 @@ class Engine:
   def waiting(self) -> int:
     """Requests without a slot."""
     return len(self._slots.waiting)
+
+  @property
+  def away(self) -> int:
+    """Trajectories that made room; they return when they are resumed."""
+    return len(self._slots.away)
 
   @property
   def active(self) -> int:
@@ -153,7 +170,7 @@ class Engine:
     self._device.params, self._policy_version = params, policy_version
     self._generation += 1
     self._prompt_cache.clear()
-    self._slots.cached[:] = 0
+    self._slots.drop_cached()
 
   def submit(self, request: Request) -> None:
     """Appends a request to those that wait for a slot, first in first out.
@@ -181,6 +198,19 @@ class Engine:
     """
     self._slots.resume(prompt_id, member, tokens, max_tokens)
 
+  def fork(
+    self, prompt_id: int, member: int, tokens: np.ndarray, max_tokens: int
+  ) -> None:
+    """Begins a new turn behind `tokens` (i32[n]) in the place of all before.
+
+    K/V of what both begin with are kept. The new row has keys of its own.
+
+    Raises:
+      ValueError: no turn of this trajectory is parked, or the tokens leave no
+        room to sample before max_context.
+    """
+    self._slots.fork(prompt_id, member, tokens, max_tokens)
+
   def finish(self, prompt_id: int, member: int) -> None:
     """Forgets a trajectory in any state, waiting and decoding ones too.
 
@@ -203,6 +233,7 @@ class Engine:
       return []
     self._flight = None
     chunk = jax.device_get(flight.chunk)
+    self._take_leaving()
     counts = np.where(flight.active, chunk.counts, 0)
     self._slots.record(
       chunk.tokens, chunk.logprobs, counts, flight.policy_version
@@ -224,14 +255,19 @@ class Engine:
     """
     if self._flight is not None:
       return True
-    self._slots.admit()
+    moves = self._slots.admit(evict=self._evict != 'never')
     active = self._slots.active
     if not active.any():
       return False
     if self._device.params is None:
       raise RuntimeError('launch() needs publish(params, policy_version) first')
+    for slot, away in moves.left:
+      self._take_out(slot, away)
     self._fit_cache()
-    self._insert_prompts()
+    for slot, away in moves.returned:
+      if away.cached:
+        self._device.insert(jax.device_get(away.kv), [(0, slot)])
+    self._prompt_cache.fill()
     self._extend_slots()
     self._flight = _Flight(
       self._device.decode(self._slots.table(), self.sampling),
@@ -265,9 +301,33 @@ class Engine:
         device.insert(device.prefill([], bucket), [])
         if extend:
           device.extend([], [], [], bucket)
+      if extend and self._evict != 'never':
+        for held in self._cache_buckets[self._cache_buckets <= length]:
+          device.insert(jax.device_get(device.read(0, int(held))), [])
       chunk = device.decode(np.zeros_like(self._slots.table()), self.sampling)
       chunk.counts.block_until_ready()
+    if extend and self._evict == 'auto':
+      self.costs = eviction.measure(device, int(self._prompt_buckets[-1]))
     device.counters, device.timeline = kept
+
+  def _take_out(self, slot: int, away: slots_lib.Away):
+    """Saves the K/V of a slot that is left, or drops them."""
+    self.counters.evictions += 1
+    if not away.cached:
+      return
+    length = _bucket(self._cache_buckets, away.cached)
+    size = self._device.row_bytes(length)
+    if eviction.keeps(self._evict, self.costs, size, away.cached):
+      away.kv = self._device.read(slot, length)
+      self._leaving.append(away)
+    else:
+      away.cached = 0
+
+  def _take_leaving(self):
+    """Takes K/V off the devices; the programs that read them have ended."""
+    for away in self._leaving:
+      away.kv = jax.device_get(away.kv)
+    self._leaving.clear()
 
   def _fit_cache(self):
     """Chooses the cache's length; its content moves only to a longer one."""
@@ -279,62 +339,6 @@ class Engine:
       self._device.allocate(length)
     elif length > self._device.cache_length:
       self._device.grow(length)
-
-  def _insert_prompts(self):
-    """Fills slots without any K/V; the last prompt token is left to decode."""
-    slots, by_buffer = self._slots, {}
-    new = [
-      slot
-      for slot in np.flatnonzero(slots.active & (slots.cached == 0))
-      if len(slots.requests[slot].tokens) > 1
-    ]
-    self._prefill_prompts({slots.requests[slot].prompt: None for slot in new})
-    for slot in new:
-      prompt = slots.requests[slot].prompt
-      buffer, row = self._prompt_cache[prompt]
-      by_buffer.setdefault(id(buffer), (buffer, []))[1].append((row, slot))
-      slots.cached[slot] = len(_tokens(prompt)) - 1
-    for buffer, pairs in by_buffer.values():
-      self._device.insert(buffer, pairs)
-    if self._prompt_cache:
-      needed = self._needed_prompts()
-      for prompt in self._prompt_cache.keys() - needed:
-        del self._prompt_cache[prompt]
-
-  def _needed_prompts(self) -> set[bytes]:
-    """Prompts that wait, or are parked with K/V of old weights."""
-    slots = self._slots
-    stale = np.flatnonzero((slots.length > 0) & (slots.cached == 0))
-    needed = {request.prompt for request in slots.waiting.values()}
-    return needed | {slots.requests[slot].prompt for slot in stale}
-
-  def _prefill_prompts(self, prompts: Iterable[bytes]):
-    """Prefills distinct prompts, each in the shortest bucket that it fits."""
-    rows, by_bucket = self._device.prefill_rows, {}
-    for prompt in prompts:
-      if prompt not in self._prompt_cache:
-        by_bucket.setdefault(self._prompt_bucket(prompt), []).append(prompt)
-    for bucket, batch in by_bucket.items():
-      spare = -len(batch) % rows
-      batch += itertools.islice(self._upcoming(bucket, batch), spare)
-      for start in range(0, len(batch), rows):
-        part = batch[start : start + rows]
-        tokens = [_tokens(prompt)[:-1] for prompt in part]
-        buffer = self._device.prefill(tokens, bucket)
-        for row, prompt in enumerate(part):
-          self._prompt_cache[prompt] = buffer, row
-
-  def _prompt_bucket(self, prompt: bytes) -> int:
-    return _bucket(self._prompt_buckets, len(_tokens(prompt)) - 1)
-
-  def _upcoming(self, bucket: int, taken: list[bytes]) -> Iterator[bytes]:
-    """Distinct prompts of a bucket that wait and have no K/V yet."""
-    seen = {*taken, *self._prompt_cache}
-    for request in self._slots.waiting.values():
-      prompt = request.prompt
-      if prompt not in seen and self._prompt_bucket(prompt) == bucket:
-        seen.add(prompt)
-        yield prompt
 
   def _extend_slots(self):
     """Feeds what active slots lack, in pieces; each slot chooses its bucket."""
@@ -356,10 +360,6 @@ class Engine:
           length = int(self._prompt_buckets[bucket])
           self._device.extend(part, tokens, slots.cached[part], length)
           slots.cached[part] += pieces[start : start + rows]
-
-
-def _tokens(prompt: bytes) -> np.ndarray:
-  return np.frombuffer(prompt, np.int32)
 
 
 def _bucket(buckets: np.ndarray, length: int) -> int:

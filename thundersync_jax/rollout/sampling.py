@@ -215,6 +215,27 @@ def insert(
   return _place(mesh, lax.fori_loop(0, count, copy, cache))
 
 
+@functools.partial(jax.jit, static_argnames=('config', 'mesh', 'length'))
+def read(
+  config: families.ModelConfig,
+  mesh: Mesh,
+  cache: transformer.Cache,
+  slot: jax.Array,  # i32
+  length: int,
+) -> transformer.Cache:  # of one row
+  """The first `length` positions of a slot."""
+  dtype = cache[0][0].dtype
+  shapes = jax.eval_shape(
+    lambda: transformer.empty_cache(config, 1, length, dtype)
+  )
+
+  def one(x, like):
+    row = lax.dynamic_slice_in_dim(x, slot, 1)
+    return lax.slice(row, (0,) * row.ndim, like.shape)
+
+  return _place(mesh, jax.tree.map(one, cache, shapes))
+
+
 @functools.partial(
   jax.jit, static_argnames=('config', 'mesh'), donate_argnames='cache'
 )

@@ -15,6 +15,7 @@ COLOURS = {
   'prefill': '#1b4f8a',
   'extend': '#2f7fc1',
   'decode': '#8cc1e8',
+  'evict': '#5b7f95',
   'tool': '#d9a5d0',
   'grading': '#8f6bb3',
   'score': '#f7c27d',

@@ -26,6 +26,7 @@ NAMES = (
   'prefill',
   'extend',
   'decode',
+  'evict',
   'tool',
   'grading',
   'score',
