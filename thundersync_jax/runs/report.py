@@ -84,6 +84,7 @@ def trajectories(groups, step: int) -> dict[str, float]:
     'rollout/truncated_fraction': np.mean([t.truncated for t in scored]),
     'rollout/entropy': -logprobs.mean(),
     'rollout/observation_tokens': sum((~m).sum() for m in masks),
+    'rollout/forks': sum(len(t.rows) - 1 for t in scored),
     'staleness/mean_steps': step - versions.mean(),
     'staleness/max_steps': step - versions.min(),
   }
@@ -106,6 +107,7 @@ def work(timeline, spans, counts: Counts) -> dict[str, float]:
     'rollout/tokens_per_s': engine['tokens'] / (end - start),
     'rollout/prompt_tokens': engine['prompt_tokens'],
     'rollout/launches': engine['launches'],
+    'rollout/evictions': engine['evictions'],
     'learner/launches': counts.launches,
     'host/compilations': counts.compiled,
     'rollout/scoring_failures': counts.scoring_failures,
