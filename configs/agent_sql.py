@@ -14,7 +14,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'agent_sql.py:{arg} does not exist: use nothing')
   c = defaults.config()
-  c.steps = 25
+  c.steps = 20
   c.checkpoint_every_steps = 5
 
   c.task.family = 'sql'
@@ -23,12 +23,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.validation_prompts = 100
   c.task.test_prompts = 100
 
-  c.sft.steps = 12
-  c.sft.demonstrations = 96
+  c.sft.steps = 5
+  c.sft.demonstrations = 80
   c.sft.batch = 16
   c.sft.learning_rate = 5e-5
-  c.sft.warmup_steps = 2
-
+  
   c.rollout.prompts_per_step = 8
   c.rollout.group_size = 8
   c.rollout.slots = 32
@@ -42,10 +41,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rollout.cache_buckets = (192,)
 
   c.learner.rows = (1, 2)
-  c.learner.row_tokens = (256,)
-  c.learner.row_targets = (128,)
+  c.learner.row_tokens = (128, 352)
+  c.learner.row_targets = (64, 208)
 
-  c.optimizer.learning_rate = 1e-5
+  c.optimizer.learning_rate = 2e-5
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'

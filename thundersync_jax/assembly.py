@@ -181,6 +181,12 @@ def meshes(config: ConfigDict) -> tuple[Mesh, Mesh]:
   )
 
 
+def share_mesh(config: ConfigDict) -> bool:
+  """Whether rollout and learner take turns on one mesh."""
+  rollout_mesh, learner_mesh = meshes(config)
+  return rollout_mesh == learner_mesh
+
+
 def publisher(
   config: ConfigDict, loaded: pretrained.Pretrained, mesh: Mesh
 ) -> Callable:
@@ -328,6 +334,8 @@ def plan(config: ConfigDict) -> gradient_stream.Plan:
     max_open_bytes=config.stream.max_open_bytes,
     max_buckets=config.stream.max_buckets,
     affine_sums=config.stream.affine_sums,
+    # On a shared mesh a decode chunk waits for one launch at most.
+    max_in_flight=1 if share_mesh(config) else 2,
   )
 
 

@@ -281,12 +281,18 @@ def _stream_step(run: Run, params: Tree, step: int) -> None:
       stream.queue.put(trajectory)
     for group in stream.settle():
       _resample(run, group)
-    launched = stream.launch(step, params, run.ref_params)
+    launched = _may_learn(run) and stream.launch(step, params, run.ref_params)
     if stream.step_complete(step):
       break
     if not (events or launched):
       agent.wait(0.001)
   stream.poll(block=True)
+
+
+def _may_learn(run: Run) -> bool:
+  """On a shared mesh decode chunks come first; gradients fill the waits."""
+  rollout_mesh, learner_mesh = run.meshes
+  return rollout_mesh != learner_mesh or not run.agent.engine.in_flight
 
 
 def _admit_step(run: Run) -> None:

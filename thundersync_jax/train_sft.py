@@ -8,6 +8,7 @@ of the expert and 0 on prompts and observations. Which demonstrations a step
 takes depends on (seed, step) alone, so a run resumes exactly.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -51,7 +52,6 @@ class _Run:
   directory: pathlib.Path
   loaded: pretrained.Pretrained
   prompts: dict[str, prompt_sets.PromptSet]
-  pool: worker_pool.WorkerPool
   evaluator: agent_lib.Agent
   publish: Callable[[Tree], Tree]
   learner: learner_lib.Learner
@@ -100,7 +100,6 @@ def _set_up(config, directory, loaded, pool) -> _Run:
     directory,
     loaded,
     assembly.prompts(config, directory / 'prompts'),
-    pool,
     assembly.agent(config, loaded, rollout_mesh, pool),
     assembly.publisher(config, loaded, rollout_mesh),
     learner,
@@ -138,7 +137,7 @@ def _train(run: _Run) -> Result:
   with metrics.Metrics(run.directory, first) as writer:
     bar = metrics.ProgressBar(config.sft.steps, first)
     for step in range(first, config.sft.steps):
-      state, values = _step(run, state, _batch(config, gold, step))
+      state, values = _step(run, state, batch_of(config, gold, step))
       done = step + 1
       if done == config.sft.steps:
         scores['after'] = _evaluate(run, state)
@@ -163,10 +162,14 @@ def _demonstrations(run: _Run) -> list[Trajectory]:
   )
   count = min(config.sft.demonstrations, len(run.prompts['train']))
   prompts = [run.prompts['train'][i] for i in range(count)]
-  return demonstrations.record(recorder, prompts, run.pool, config.eval.solved)
+  # A pool of its own: the evaluator's may still hand over answers.
+  block = config.rollout
+  pool = worker_pool.WorkerPool(block.env_workers, block.env_timeout_s)
+  with contextlib.closing(pool):
+    return demonstrations.record(recorder, prompts, pool, config.eval.solved)
 
 
-def _batch(
+def batch_of(
   config: ConfigDict, gold: list[Trajectory], step: int
 ) -> list[Trajectory]:
   """The demonstrations of a step: each epoch is a permutation of its own."""

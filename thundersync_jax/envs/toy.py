@@ -165,6 +165,17 @@ class GuessEnvironment:
     message = {'role': 'user', 'content': answer}
     return base.EnvStep(messages=(message,), reward=None, done=False)
 
+  def demonstrate(self) -> Iterator[str]:
+    """Halves the range until the letter is found."""
+    low, high = ord(self._task['low']), ord(self._task['high'])
+    while low <= high:
+      middle = (low + high) // 2
+      yield chr(middle)
+      if chr(middle) < self._task['secret']:
+        low = middle + 1
+      else:
+        high = middle - 1
+
   def close(self) -> None:
     """Holds nothing."""
 
