@@ -182,8 +182,8 @@ def play(made, step, plan, seed, granularity='turn'):
   waiting = {i: snapshots(t) for i, t in enumerate(step)}
   while waiting:
     i = rng.choice(list(waiting))
-    shown = waiting[i].pop(0)
-    if waiting[i] or rng.random() < 0.5:
+    shown = waiting[i].pop(0) if waiting[i] else None
+    if waiting[i] or (shown and rng.random() < 0.5):
       playing.turn_ended(shown)
     if not waiting[i]:
       del waiting[i]
