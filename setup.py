@@ -40,6 +40,7 @@ MATHS = [
 ]
 # Both also need Java, which pip does not install: default-jre-headless.
 AGENTS = [
+  'scienceworld>=1.2.3',  # experiments in a simulated house
   'textworld-express>=1.1',  # text games; py4j starts their Java processes
 ]
 QUICKSTART = [

@@ -23,6 +23,16 @@ class JavaError(RuntimeError):
   """Java is missing, its process died, or a simulator failed."""
 
 
+def plain_action(text: str, max_length: int) -> str:
+  """The first line that says something, without quotes, in ASCII.
+
+  Lone surrogates cannot be sent to Java, and simulators know plain letters.
+  """
+  lines = (line.strip(' \t>"\'`.') for line in text.splitlines())
+  action = next((line for line in lines if line), '')
+  return action[:max_length].encode('ascii', 'replace').decode()
+
+
 class Simulator:
   """One simulator, leased to one environment; used by one thread at a time."""
 

@@ -207,6 +207,9 @@ def compact(text: str, actions: list[str]) -> str:
   pantry' if no action has to do with the stove.
   """
   text = ' '.join(text.split())
+  if text.startswith('The map reads:'):
+    roads = re.findall(r'The ([\w -]+) connects to the ([\w ,-]+)\.', text)
+    return 'map: ' + '; '.join(f'{a} - {b}' for a, b in roads)
   place = re.match(r'You are in the (.*?)\.', text)
   if not place:
     return text
@@ -289,7 +292,8 @@ class TextWorldEnvironment:
 
   def step(self, text: str) -> base.EnvStep:
     self._turns += 1
-    state = json.loads(self._simulator.call('stepJSON', _action(text)))
+    action = java.plain_action(text, _MAX_ACTION).lower()
+    state = json.loads(self._simulator.call('stepJSON', action))
     success, failure = state['tasksuccess'], state['taskfailure']
     if success or failure or self._turns >= self.max_turns:
       score = min(max(float(state['score']), 0.0), 1.0)
@@ -320,15 +324,6 @@ class TextWorldEnvironment:
       return text
     listed = ', '.join(actions[: self._settings.max_actions])
     return f'{text}\nactions: {listed}'.strip()
-
-
-def _action(text: str) -> str:
-  """The first line that says something, as the game wants it."""
-  lines = (line.strip(' \t>"\'`.') for line in text.splitlines())
-  action = next((line for line in lines if line), '')
-  # Lone surrogates cannot be sent, and the game knows plain letters only.
-  plain = action[:_MAX_ACTION].encode('ascii', 'replace').decode()
-  return plain.lower()
 
 
 def make(**args: Any) -> TextWorldEnvironment:
