@@ -35,6 +35,7 @@ def main(argv):
   console.quiet_libraries()
   folder = pathlib.Path(WORKDIR.value)
   folder.mkdir(parents=True, exist_ok=True)
+  schedule_bench.keep_compiled(folder)
   workload = schedule_bench.WORKLOADS[WORKLOAD.value]
   found = schedule_bench.race(workload, folder, BLOCKS.value, STEPS.value)
   rows = schedule_bench.rows(found)

@@ -13,6 +13,7 @@ import pathlib
 import statistics
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 
@@ -79,6 +80,13 @@ def one_core_a_device() -> None:
   """
   flag = '--xla_cpu_multi_thread_eigen=false'
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'.strip()
+
+
+def keep_compiled(folder: pathlib.Path) -> None:
+  """Lets runs of one process share the programs that they have in common."""
+  jax.config.update('jax_compilation_cache_dir', str(folder / 'compiled'))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
 def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:

@@ -80,7 +80,7 @@ def plot_timeline(
     pad=30,
   )
   _add_names(axes, spans)
-  _plain(axes, grid='x')
+  plain(axes, grid='x')
   axes.tick_params(axis='y', length=0)
   axes.spines['left'].set_visible(False)
   figure.savefig(path, format='png', bbox_inches='tight')
@@ -122,7 +122,7 @@ def plot_curve(
   axes.set_title(
     pathlib.Path(workdir).resolve().name, loc='left', color=INK, fontsize=12
   )
-  _plain(axes, grid='y')
+  plain(axes, grid='y')
   shared = not len(rewards) or np.all(
     (rewards[:, 1] >= 0) & (rewards[:, 1] <= 1)
   )
@@ -135,7 +135,7 @@ def plot_curve(
     shown.set_ylim(-0.03, 1.05)
   if not shared:
     right.set_ylabel('held-out accuracy', color=INK)
-    _plain(right, grid=None)
+    plain(right, grid=None)
   axes.legend(handles=handles, frameon=False, loc='best', labelcolor=INK)
   figure.savefig(path, format='png', bbox_inches='tight')
   return path
@@ -290,7 +290,7 @@ def _series(records: list[dict], name: str) -> np.ndarray:
   return np.array(pairs, np.float64).reshape(-1, 2)
 
 
-def _plain(axes, grid: str | None) -> None:
+def plain(axes, grid: str | None) -> None:
   """Quiet axes: no box, pale grid behind the data."""
   for side in ('top', 'right'):
     axes.spines[side].set_visible(False)

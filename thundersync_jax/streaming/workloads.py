@@ -122,13 +122,13 @@ class Cluster:
     max_open_groups: see streaming/accumulators.py.
   """
 
-  replica_chips: int = 8
-  replica_slots: int = 32
-  chunk: int = 32
+  replica_chips: int = 4
+  replica_slots: int = 64
+  chunk: int = 64
   decode_s: float = 0.02
-  prefill_token_s: float = 2e-4
-  gradient_token_s: float = 2e-3
-  row_tokens: int = 1 << 17
+  prefill_token_s: float = 4e-5
+  gradient_token_s: float = 7e-4
+  row_tokens: int = 1 << 18
   launch_s: float = 0.2
   barrier_s: float = 1.0
   publish_s: float = 2.0
