@@ -60,6 +60,7 @@ AT_LEAST = {
   'rollout.max_turn_tokens': 1,
   'rollout.max_trajectory_tokens': 1,
   'rollout.max_turns': 1,
+  'rollout.extend_rows': 1,
   'rollout.max_live': 0,
   'estimator.constant_tokens': 0,
   'estimator.max_resampled_prompts': 0,
@@ -237,6 +238,7 @@ def agent(
     dtype=block.weights_dtype,
     timeline=timeline,
     evict=block.evict,
+    extend_rows=block.extend_rows,
   )
   make = environment(config)
   limits = agent_lib.Limits(

@@ -60,6 +60,7 @@ def config() -> ml_collections.ConfigDict:
   c.rollout.max_context = 256  # prompt included
   c.rollout.prompt_buckets = ()  # tokens; (): derived
   c.rollout.cache_buckets = ()
+  c.rollout.extend_rows = 4  # slots that one program feeds observations to
   c.rollout.weights_dtype = 'float32'  # of decode weights and cache
   c.rollout.env_workers = 8  # threads
   c.rollout.env_timeout_s = 60.0
