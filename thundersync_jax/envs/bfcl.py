@@ -8,24 +8,20 @@ own calls, and the results of those must be among the model's
 (gorilla.cs.berkeley.edu, BFCL V3).
 """
 
-import ast
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thundersync_jax.envs import base, bfcl_services
+from thundersync_jax.envs import base, bfcl_services, tool_calls
 from thundersync_jax.envs.bfcl_services import Services
 
 CATEGORIES = ('base', 'miss_func', 'miss_param', 'long_context')
+_CALLS_A_TURN = 16  # of a demonstration; the parser takes no more
 # Fold -> last digits of its tasks' digests.
 FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
-_MAX_TEXT = 40_000  # characters of the model's text that are read
-_MAX_CALLS = 64  # of one turn
-_MAX_NUMBER = 10**12
 
 
 @dataclass(frozen=True)
@@ -55,68 +51,6 @@ class Settings:
     for name in ('max_turns', 'max_request_turns', 'max_result', 'max_results'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
-
-
-Call = tuple[str, list[Any], dict[str, Any]]
-_LIST = re.compile(r'\[\s*[A-Za-z_][\w.]*\s*\((?:.*\]|.*)', re.DOTALL)
-_BARE = re.compile(r'[A-Za-z_][\w.]*\(.*\)', re.DOTALL)
-
-
-def parse(text: str) -> list[Call]:
-  """The calls in a text: those of a list in it, or the one that it is.
-
-  Text in which nothing looks like a call has none.
-
-  Raises:
-    ValueError: if something does, but cannot be read.
-  """
-  text = text[:_MAX_TEXT].strip()
-  found = _BARE.fullmatch(text) or _LIST.search(text)
-  if not found:
-    return []
-  try:
-    node = ast.parse(found[0], mode='eval').body
-    nodes = node.elts if isinstance(node, ast.List) else [node]
-    if len(nodes) > _MAX_CALLS:
-      raise ValueError(f'at most {_MAX_CALLS} at once')
-    return [_call(node) for node in nodes]
-  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-    reason = getattr(error, 'msg', None) or str(error)
-    raise ValueError(f'cannot read the calls: {reason:.80}') from error
-
-
-def _call(node: ast.expr) -> Call:
-  if not isinstance(node, ast.Call):
-    raise ValueError('a call like f(a=1) is expected')
-  if isinstance(node.func, ast.Attribute):
-    name = node.func.attr
-  elif isinstance(node.func, ast.Name):
-    name = node.func.id
-  else:
-    raise ValueError('a function is called by its name')
-  if any(keyword.arg is None for keyword in node.keywords):
-    raise ValueError('arguments have names, as in f(a=1)')
-  args = [_value(argument) for argument in node.args]
-  kwargs = {k.arg: _value(k.value) for k in node.keywords}
-  return name, args, kwargs
-
-
-def _gold(text: str) -> Call:
-  return _call(ast.parse(text, mode='eval').body)
-
-
-def _value(node: ast.expr) -> Any:
-  try:
-    value = ast.literal_eval(node)
-  except ValueError as error:
-    raise ValueError('arguments must be plain values') from error
-  numbers = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
-  for number in numbers:
-    if isinstance(number.value, (int, float)) and not (
-      abs(number.value) <= _MAX_NUMBER
-    ):
-      raise ValueError(f'numbers must be at most {_MAX_NUMBER}')
-  return value
 
 
 def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
@@ -149,8 +83,7 @@ def solved_untouched(entry: dict[str, Any]) -> bool:
   """Whether the gold calls leave all services as they were."""
   mine, gold = Services(entry), Services(entry)
   for calls in entry['ground_truth']:
-    for text in calls:
-      gold.call(*_gold(text))
+    gold.run(calls)
     if not bfcl_services.same_state(mine, gold):
       return False
   return True
@@ -193,9 +126,9 @@ class BfclEnvironment:
     self._turns += 1
     self._request_turns += 1
     try:
-      calls = parse(text)
-    except ValueError as error:
-      return self._answer('tool', f'error: {error}')
+      calls = tool_calls.python(text, self._mine.parameters)
+    except tool_calls.ToolCallError as error:
+      return self._answer('tool', str(error))
     if calls:
       limit = self._settings.max_results
       content = _cut('\n'.join(self._run(call) for call in calls), limit)
@@ -213,20 +146,19 @@ class BfclEnvironment:
   def demonstrate(self) -> Iterator[str]:
     """The benchmark's calls of each request, then a word that ends it."""
     for calls in self._entry['ground_truth']:
-      if calls:
-        yield f'[{", ".join(calls)}]'
+      for start in range(0, len(calls), _CALLS_A_TURN):
+        yield f'[{", ".join(calls[start : start + _CALLS_A_TURN])}]'
       yield 'Done.'
 
   def close(self) -> None:
     """Drops the services."""
     self._mine = self._gold = None
 
-  def _run(self, call: Call) -> str:
-    name, args, kwargs = call
+  def _run(self, call: tool_calls.Call) -> str:
     self._request_calls += 1
-    if name not in self._listed:
-      return f'error: there is no function {name:.40}'
-    result = self._mine.call(name, args, kwargs)
+    if call.name.rpartition('.')[2] not in self._listed:
+      return f'error: there is no function {call.name:.40}'
+    result = self._mine.call(call)
     self._results.append(result)
     return _cut(result, self._settings.max_result)
 
@@ -234,7 +166,7 @@ class BfclEnvironment:
     """Runs the gold calls of this request and compares, as the benchmark."""
     number = len(self._passed)
     calls = self._entry['ground_truth'][number]
-    results = [self._gold.call(*_gold(text)) for text in calls]
+    results = self._gold.run(calls)
     if not calls:  # nothing could be done: nothing may be called
       return not self._request_calls
     if not self._request_calls or not bfcl_services.same_state(
@@ -277,7 +209,7 @@ def _functions(entry: dict[str, Any], which: str) -> dict[str, str]:
     listed |= bfcl_services.signatures(name)
   if which == 'needed':
     calls = sum(entry['ground_truth'], [])
-    needed = {_gold(text)[0] for text in calls}
+    needed = {text.partition('(')[0] for text in calls}
     return {n: s for n, s in listed.items() if n in needed}
   excluded = set(entry.get('excluded_function', []))
   return {n: s for n, s in listed.items() if n not in excluded}

@@ -14,6 +14,8 @@ import pathlib
 import threading
 from typing import Any
 
+from thundersync_jax.envs import tool_calls
+
 _CHECKER = 'bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker'
 _BACKENDS = 'bfcl_eval.constants.executable_backend_config'
 _MAX_NODES = 20_000  # objects that the services may hold; cp can double them
@@ -52,11 +54,23 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
+def _docs(class_name: str) -> list[dict[str, Any]]:
+  files = _package(_BACKENDS).MULTI_TURN_FUNC_DOC_FILE_MAPPING
+  return _lines(_data() / 'multi_turn_func_doc' / files[class_name])
+
+
+def _parameters(class_name: str) -> dict[str, list[str]]:
+  """Function name -> the names of its parameters, in order."""
+  return {
+    doc['name']: list(doc['parameters']['properties'])
+    for doc in _docs(class_name)
+  }
+
+
 def signatures(class_name: str) -> dict[str, str]:
   """Function name -> how it is called, as in `ls(a?)`."""
-  files = _package(_BACKENDS).MULTI_TURN_FUNC_DOC_FILE_MAPPING
   found = {}
-  for doc in _lines(_data() / 'multi_turn_func_doc' / files[class_name]):
+  for doc in _docs(class_name):
     needed = doc['parameters'].get('required', [])
     names = [
       name if name in needed else f'{name}?'
@@ -73,6 +87,8 @@ class Services:
     config = _package(_BACKENDS)
     long_context = 'long_context' in entry['id']
     self.instances: dict[str, Any] = {}
+    # Names of the parameters of each function, in order.
+    self.parameters: dict[str, list[str]] = {}
     self._owners: dict[str, str] = {}  # method -> class
     for name in entry['involved_classes']:
       module = _package(config.CLASS_FILE_PATH_MAPPING[name])
@@ -84,19 +100,26 @@ class Services:
       public = (m for m in dir(instance) if not m.startswith('_'))
       methods = [m for m in public if callable(getattr(instance, m))]
       self._owners.update(dict.fromkeys(methods, name))
+      self.parameters |= _parameters(name)
 
-  def call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> str:
+  def call(self, call: tool_calls.Call) -> str:
     """The result as the benchmark writes it; errors are results too."""
+    name = call.name.rpartition('.')[2]
     if name not in self._owners:
       return f'Error during execution: there is no function {name}'
     owner = self._owners[name]
     method = getattr(self.instances[owner], name)
     try:
       if owner == 'MathAPI':
-        return _written(_calculate(method, args, kwargs))
-      return _written(method(*args, **kwargs))
+        return _written(_calculate(method, call.arguments))
+      return _written(method(**call.arguments))
     except Exception as error:  # whatever the arguments made of it
       return f'Error during execution: {error}'
+
+  def run(self, texts: list[str]) -> list[str]:
+    """The results of the benchmark's own calls."""
+    calls = [tool_calls.python(text, self.parameters)[0] for text in texts]
+    return [self.call(call) for call in calls]
 
   @property
   def too_large(self) -> bool:
@@ -117,17 +140,16 @@ class Services:
     return len(seen) > _MAX_NODES
 
 
-def _calculate(method: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _calculate(method: Any, arguments: dict[str, Any]) -> Any:
   """The call, with precision that is small and ours alone."""
-  sizes = [*args[1:], kwargs.get('precision'), kwargs.get('exponent')]
-  for size in sizes:
+  for size in (arguments.get('precision'), arguments.get('exponent')):
     if isinstance(size, (int, float)) and abs(size) > _MAX_PRECISION:
       raise ValueError(f'{size} is above the limit {_MAX_PRECISION}')
   mp = importlib.import_module('mpmath').mp
   with _MATHS, decimal.localcontext():
     digits = mp.dps
     try:
-      return method(*args, **kwargs)
+      return method(**arguments)
     finally:
       mp.dps = digits
 
