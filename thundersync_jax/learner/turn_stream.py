@@ -24,7 +24,7 @@ from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.learner.turn_device import Device
 from thundersync_jax.streaming import accumulators, turn_gradients, turn_plans
 from thundersync_jax.streaming import queue as queue_lib
-from thundersync_jax.streaming.turn_pieces import Limits, Piece
+from thundersync_jax.streaming.turn_pieces import Key, Limits, Piece
 from thundersync_jax.types import Item, Trajectory
 
 Tree = Any
@@ -65,6 +65,7 @@ class _Flight:
   name: str
   start: float
   marker: Any
+  expected_s: float  # by the cost model; 0 is not known
   args: dict[str, Any]
 
 
@@ -118,6 +119,8 @@ class TurnStream:
     )
     self._flying: dict[str, collections.deque[_Flight]] = {}
     self._last_end = collections.defaultdict(float)
+    self._turn_ends: dict[Key, float] = {}
+    self._busy, self._step_start = 0.0, time.perf_counter()
     self.launches = 0
     self._peak_open = 0
 
@@ -134,6 +137,7 @@ class TurnStream:
     """Takes a snapshot whose last turn has ended; more may follow."""
     self._open_groups()
     self.ledger.turn_ended(trajectory)
+    self._time_turn(trajectory, time.perf_counter())
 
   def settle(self) -> list[queue_lib.Group]:
     """Takes in what has arrived; returns the groups that closed."""
@@ -141,6 +145,7 @@ class TurnStream:
     for trajectory in self.queue.arrivals():
       self.ledger.ended(trajectory)
       self._planner.ended(trajectory)
+      self._time_turn(trajectory, None)
     return self.queue.drain()
 
   def launch(self, step: int, params: Tree, ref_params: Tree | None) -> bool:
@@ -186,9 +191,20 @@ class TurnStream:
     total, stats = self._device.finish()
     count = float(sum(t.num_sampled for t in trajectories))
     self._peak_open = 0
+    now = time.perf_counter()
+    self._planner.idle(1 - self._busy / (now - self._step_start))
+    self._busy, self._step_start = 0.0, now
     return learner_lib.BatchGradient(total, count, versions), stats
 
   # From here on private.
+
+  def _time_turn(self, trajectory, now):
+    key = queue_lib.member_key(trajectory)
+    before = self._turn_ends.pop(key, None)
+    if before is not None:
+      self._planner.waited(time.perf_counter() - before)
+    if now is not None:
+      self._turn_ends[key] = now
 
   def _open_groups(self):
     for step, prompt_ids, size in self.queue.opened:
@@ -196,14 +212,16 @@ class TurnStream:
     self.queue.opened.clear()
 
   def _launch_whole(self, work, params) -> list[Item]:
-    batch, _, items = packing.pack(
+    batch, shape, items = packing.pack(
       work.items, self._learner.shapes, lambda n: 1.0, self._pad_id
     )
     start = time.perf_counter()
     keys = [queue_lib.member_key(item.trajectory) for item in items]
     args = {'plan': 'close', 'keys': keys, 'trajectories': len(items)}
+    args |= {'sinks': 1} | dataclasses.asdict(shape)
     scored, done = self._device.whole(batch, params)
-    self._fly(start, args, done, scored)
+    size = batch.tokens.size, batch.targets.size
+    self._fly(start, args, self._expected_s(work, *size), done, scored)
     return items
 
   def _launch_pieces(self, work, params) -> list[Piece]:
@@ -219,23 +237,29 @@ class TurnStream:
       'turn': [piece.turn for piece in pieces],
       'tokens': sum(len(piece.tokens) for piece in pieces),
     }
+    size = shape.rows * shape.tokens, shape.rows * shape.targets
+    expected = self._expected_s(work, *size)
     if work.kind == 'feed':
       scored, done = self._device.feed(work.plan, shape, pieces, params)
-      self._fly(start, args, done, scored)
+      self._fly(start, args, expected, done, scored)
     elif work.kind == 'feed_prompt':
       done = self._device.feed_prompt(shape, pieces, params)
-      self._fly(start, args, done)
+      self._fly(start, args, expected, done)
     else:
       done = self._device.unwind(work.plan, shape, pieces, params)
-      self._fly(start, args, done)
+      self._fly(start, args, expected, done)
     return pieces
 
-  def _fly(self, start, args, done, scored=None):
-    launched = [('learner', 'gradient', done)]
+  def _expected_s(self, work, tokens, entries):
+    costs = self._planner.costs
+    return turn_plans.work_s(costs, work.kind, work.plan, tokens, entries)
+
+  def _fly(self, start, args, expected_s, done, scored=None):
+    launched = [('learner', 'gradient', done, expected_s)]
     if scored is not None:
-      launched.insert(0, (self._score_track, 'score', scored))
-    for track, name, marker in launched:
-      flight = _Flight(track, name, start, marker, args)
+      launched.insert(0, (self._score_track, 'score', scored, 0.0))
+    for track, name, marker, expected in launched:
+      flight = _Flight(track, name, start, marker, expected, args)
       self._flying.setdefault(track, collections.deque()).append(flight)
 
   def _landed(self, track, flight):
@@ -243,6 +267,10 @@ class TurnStream:
     now = time.perf_counter()
     start = min(max(flight.start, self._last_end[track]), now)
     self._last_end[track] = now
+    if track == 'learner':
+      self._busy += now - start
+    if flight.expected_s:
+      self._planner.measured(now - start, flight.expected_s)
     if self._timeline is not None:
       self._timeline.span(track, flight.name, start, now, **flight.args)
 
