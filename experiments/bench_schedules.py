@@ -1,13 +1,13 @@
 """Steps of one agentic workload under sync, thundersync and async, in one run.
 
   python experiments/bench_schedules.py --workdir=DIR
-  python experiments/bench_schedules.py --workload=grader --workdir=DIR
+  python experiments/bench_schedules.py --workdir=DIR --workload=grader
 
 Waits are real, the same for every schedule, and on average so long that the
 rollout takes about as long as the learner. The workdir gets bench.jsonl (a line
-a schedule), trace.jsonl (for experiments/simulate.py) and the timeline of a
-streamed step. Exit status 1 where a timed step compiles a program, or
-thundersync is less than --min_faster times as fast as sync. Two minutes.
+a schedule), and a folder a method with the trace of sync, for simulate.py, and
+timelines. Exit status 1 where a timed step compiles a program, or thundersync
+is less than --min_faster times as fast as sync. Five minutes on two cores.
 """
 
 import json
@@ -16,10 +16,13 @@ import pathlib
 from absl import app, flags
 
 from thundersync_jax import mesh, schedule_bench
-from thundersync_jax.runs import compare, console, measure, plots, traces
+from thundersync_jax.runs import compare, console, measure
 
 WORKLOAD = flags.DEFINE_enum(
   'workload', 'tools', list(schedule_bench.WORKLOADS), 'What a step has to do.'
+)
+METHODS = flags.DEFINE_list(
+  'methods', list(schedule_bench.METHODS), 'With rewards, with a teacher.'
 )
 BLOCKS = flags.DEFINE_integer('blocks', 3, 'Turns that each schedule has.')
 STEPS = flags.DEFINE_integer('steps', 2, 'Timed steps of a turn.')
@@ -33,22 +36,24 @@ def main(argv):
   schedule_bench.one_core_a_device()
   mesh.force_cpu_devices(2)
   console.quiet_libraries()
-  folder = pathlib.Path(WORKDIR.value)
-  folder.mkdir(parents=True, exist_ok=True)
-  schedule_bench.keep_compiled(folder)
+  root, lines = pathlib.Path(WORKDIR.value), []
+  schedule_bench.keep_compiled(root)
   workload = schedule_bench.WORKLOADS[WORKLOAD.value]
-  found = schedule_bench.race(workload, folder, BLOCKS.value, STEPS.value)
-  rows = schedule_bench.rows(found)
-  print(compare.table(rows))
-  facts = {'workload': WORKLOAD.value} | measure.machine()
-  lines = [json.dumps(measure.rounded(facts | row)) for row in rows]
-  (folder / 'bench.jsonl').write_text('\n'.join(lines) + '\n')
-  traces.write(schedule_bench.trace(found), folder / traces.NAME)
-  for name, runner in found.items():
-    plots.plot_timeline(runner.run.timeline, folder / f'timeline_{name}.png')
-  compiled = any(row['compiled'] for row in rows)
-  faster = {row['schedule']: row['faster'] for row in rows}['thundersync']
-  return 1 if compiled or faster < MINIMUM.value else 0
+  for method in METHODS.value:
+    folder = root / method
+    folder.mkdir(parents=True, exist_ok=True)
+    found = schedule_bench.race(
+      workload, method, folder, BLOCKS.value, STEPS.value
+    )
+    facts = {'workload': WORKLOAD.value, 'method': method}
+    rows = [facts | row for row in schedule_bench.rows(found)]
+    print(compare.table(rows), end='\n\n')
+    lines += [measure.rounded(row | measure.machine()) for row in rows]
+    schedule_bench.save(found, folder)
+  (root / 'bench.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+  faster = [r['faster'] for r in lines if r['schedule'] == 'thundersync']
+  compiled = any(row['compiled'] for row in lines)
+  return 1 if compiled or min(faster) < MINIMUM.value else 0
 
 
 if __name__ == '__main__':

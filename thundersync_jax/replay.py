@@ -28,6 +28,7 @@ def play(
     decode_s=costs.decode_s,
     prefill_s=costs.prefill_s,
     extend_s=costs.extend_s,
+    extend_rows=settings['extend_rows'],
     extend_tokens=settings['extend_tokens'],
     workers=settings['workers'],
   )

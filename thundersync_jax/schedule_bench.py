@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 
 from thundersync_jax import assembly, defaults, replay, train_rl
-from thundersync_jax.runs import critical_path, traces
+from thundersync_jax.runs import critical_path, plots, traces
 from thundersync_jax.streaming import simulate
 from thundersync_jax.types import Trajectory
 
@@ -38,11 +38,11 @@ class Workload:
     width, layers: of the model.
   """
 
-  prompts: int = 6
+  prompts: int = 4
   group: int = 8
-  slots: int = 24
-  prompt_letters: int = 256
-  answer_letters: int = 16
+  slots: int = 32
+  prompt_letters: int = 64
+  answer_letters: int = 48
   turns: int = 4
   turn_tokens: int = 4
   sigma: float = 1.0
@@ -55,21 +55,30 @@ WORKLOADS = {
   # Many turns, tools with a heavy tail: rollout and learner are alike.
   'tools': Workload(),
   # One turn and a slow grader.
-  'grader': Workload(turns=1, turn_tokens=8, sigma=0.5, slots=48),
+  'grader': Workload(prompt_letters=128, turns=1, turn_tokens=16, sigma=0.5),
   # Long trajectories and quick tools: the learner is the limit.
-  'learner': Workload(prompt_letters=400, turns=3, balance=0.5),
+  'learner': Workload(answer_letters=96, balance=0.6),
   # Seconds, on any machine.
   'debug': Workload(
     prompts=2, group=3, slots=4, prompt_letters=16, width=16, layers=1
   ),
 }
-# Name -> schedule, granularity.
-SCHEDULES = {
-  'sync': ('sync', 'batch'),
-  'thundersync': ('thundersync', 'trajectory'),
-  'thundersync_group': ('thundersync', 'group'),
-  'async': ('async', 'trajectory'),
+# Method -> name -> schedule, granularity.
+METHODS = {
+  'grpo': {
+    'sync': ('sync', 'batch'),
+    'thundersync': ('thundersync', 'trajectory'),
+    'thundersync_group': ('thundersync', 'group'),
+    'async': ('async', 'trajectory'),
+  },
+  'opd': {
+    'sync': ('sync', 'batch'),
+    'thundersync': ('thundersync', 'trajectory'),
+    'thundersync_turn': ('thundersync', 'turn'),
+    'async': ('async', 'trajectory'),
+  },
 }
+_TEACHER = 'random:llama'
 _CALIBRATION_S = 0.02  # mean wait of the steps that measure the learner
 
 
@@ -125,11 +134,17 @@ def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
   c.rollout.max_context = context
   c.rollout.max_turn_tokens = workload.turn_tokens
   c.rollout.max_trajectory_tokens = sampled
+  c.rollout.evict = 'never'  # there is a slot for each
+  c.rollout.extend_rows = 2  # few tools answer at the same moment
   c.rollout.env_workers = 2 * workload.prompts * workload.group
   c.stream.max_open_groups = workload.prompts
   c.learner.rows = (1,)
   c.learner.row_tokens = (context,)
   c.learner.row_targets = (sampled,)
+  c.distill.max_open = workload.prompts * workload.group
+  c.distill.rows = (1,)
+  c.distill.feed_tokens = (assembly.round_up(turn),)
+  c.distill.start_tokens = (context,)
   c.optimizer.learning_rate = 1e-7  # all schedules sample the same tokens
   return c
 
@@ -184,7 +199,7 @@ class Contestant:
         self.measured.append(
           Measured(
             self._recorder.steps[-1],
-            critical_path.of_step(record, self._released(trained)),
+            critical_path.of_step(record, self._releases(trained)),
             values['staleness/mean_steps'],
             values['host/compilations'],
           )
@@ -197,6 +212,7 @@ class Contestant:
       'slots': c.rollout.slots,
       'chunk': c.rollout.chunk,
       'extend_tokens': max(c.rollout.prompt_buckets),
+      'extend_rows': c.rollout.extend_rows,
       'workers': c.rollout.env_workers,
       'max_open_groups': c.stream.max_open_groups,
     }
@@ -211,46 +227,66 @@ class Contestant:
   def _observe(self, step: int, trajectories: list[Trajectory]) -> None:
     self._trained = trajectories
 
-  def _released(self, trajectories) -> dict[critical_path.Key, float]:
-    """When each gradient became possible: the slot left, or the reward in."""
-    last = {}
+  def _releases(self, trajectories) -> critical_path.Releases:
+    """A turn when it left the slot, a trajectory with its last turn."""
+    calls = {}
     for record in self.run.timeline.steps():
       for span in record.spans:
         if span.track == 'environment':
-          key = span.args['prompt_id'], span.args['member']
-          last[key] = max(last.get(key, span), span, key=lambda s: s.end)
-    released = {}
+          key = [span.args[k] for k in ('prompt_id', 'member', 'turn')]
+          calls[tuple(key)] = span
+    times, answered = {}, 0.0
     for t in trajectories:
-      key = (t.prompt_id, t.member)
+      spans = [
+        calls[t.prompt_id, t.member, turn + 1] for turn in range(len(t.turns))
+      ]
+      for turn, span in enumerate(spans):
+        times[t.prompt_id, t.member, turn] = span.start
       early = len(t.turns) >= self.run.agent.max_turns
-      released[key] = last[key].start if early else last[key].end
-    return released
+      end = spans[-1].start if early else spans[-1].end
+      times[t.prompt_id, t.member] = end
+      # The prompt is fed for the first of its group, and left with the last.
+      fed, left = (t.prompt_id, -1, 0), (t.prompt_id, -1)
+      times[fed] = min(times.get(fed, end), spans[0].start)
+      times[left] = max(times.get(left, end), end)
+      answered = max(answered, spans[-1].end)
+    return critical_path.Releases(times, answered)
 
 
 # --- The race ----------------------------------------------------------------
 
 
 def race(
-  workload: Workload, folder: pathlib.Path, blocks: int, steps: int
+  workload: Workload,
+  method: str,
+  folder: pathlib.Path,
+  blocks: int,
+  steps: int,
 ) -> dict[str, Contestant]:
-  """Plays all schedules in turns.
+  """Plays all schedules of a method in turns.
 
   Args:
     workload: what a step has to do.
+    method: of METHODS.
     folder: for the prompts.
     blocks: how often each schedule has its turn.
     steps: timed steps of a block, after one that is not: prompts of an
       asynchronous run that were under way have waited while others ran.
   """
   wait_s = _CALIBRATION_S
-  first = contestant(workload, 'sync', wait_s, folder)
+
+  def contestant(name):
+    c = config(workload, wait_s)
+    c.schedule, c.stream.granularity = METHODS[method][name]
+    c.distill.teacher = _TEACHER if method == 'opd' else ''
+    return Contestant(c, folder)
+
+  first = contestant('sync')
   first.play(1, timed=False)
   first.play(2)
   wait_s *= wait_for(first.trace(), workload)
   first.close()
-  found = {
-    name: contestant(workload, name, wait_s, folder) for name in SCHEDULES
-  }
+  found = {name: contestant(name) for name in METHODS[method]}
   for _ in range(blocks):
     for runner in found.values():
       runner.play(1, timed=False)
@@ -258,15 +294,6 @@ def race(
   for runner in found.values():
     runner.close()
   return found
-
-
-def contestant(
-  workload: Workload, name: str, wait_s: float, folder: pathlib.Path
-) -> Contestant:
-  """One of SCHEDULES at work on a workload."""
-  c = config(workload, wait_s)
-  c.schedule, c.stream.granularity = SCHEDULES[name]
-  return Contestant(c, folder)
 
 
 def rows(found: dict[str, Contestant]) -> list[dict[str, Any]]:
@@ -301,13 +328,16 @@ def rows(found: dict[str, Contestant]) -> list[dict[str, Any]]:
   return lines
 
 
-def trace(found: dict[str, Contestant]) -> traces.Trace:
-  """The trace of schedule sync, with what all schedules took."""
+def save(found: dict[str, Contestant], folder: pathlib.Path) -> None:
+  """Writes the trace of sync, with what all took, and their last timelines."""
   measured = {
     name: [m.times.seconds for m in runner.measured]
     for name, runner in found.items()
   }
-  return dataclasses.replace(found['sync'].trace(), measured=measured)
+  trace = dataclasses.replace(found['sync'].trace(), measured=measured)
+  traces.write(trace, folder / traces.NAME)
+  for name, runner in found.items():
+    plots.plot_timeline(runner.run.timeline, folder / f'{name}.png')
 
 
 def _mean(values) -> float:

@@ -25,7 +25,7 @@ class Bound:
   Attributes:
     step_s: as measured.
     bound_s: the least that it could have been: makespan, barrier and publish.
-    rollout_s: until the last work was released.
+    rollout_s: until the last environment was done.
     learner_s: all gradients.
   """
 
@@ -58,40 +58,61 @@ def makespan(
   return float(np.max(starts + rest, initial=0.0))
 
 
-def of_step(
-  record: timeline_lib.StepSpans, released: dict[Key, float]
-) -> Bound:
+@dataclasses.dataclass(frozen=True)
+class Releases:
+  """When the work of a step became possible, on the timeline's clock.
+
+  Attributes:
+    times: key -> seconds: of a trajectory (prompt_id, member), of a turn
+      (prompt_id, member, turn from 0); of what members share, member is -1.
+    answered: when the last environment was done.
+  """
+
+  times: dict[Key, float]
+  answered: float
+
+
+def of_step(record: timeline_lib.StepSpans, releases: Releases) -> Bound:
   """The bound of a complete step.
 
   Args:
-    record: its spans; those of gradients carry the `keys` of their items.
-    released: key -> when its gradient became possible, on the timeline's clock.
+    record: its spans; those of gradients say what they are of.
+    releases: of all its work.
 
   Raises:
     ValueError: the step is not complete, or a gradient is of unknown work.
   """
   if record.end is None:
     raise ValueError(f'step {record.step} goes on: it has no length to bound')
-  took: dict[Key, float] = {}
-  after = 0.0
+  starts, took, after = [], [], 0.0
   for span in record.spans:
+    seconds = span.end - span.start
     if span.name in ('barrier', 'publish'):
-      after += span.end - span.start
-    if span.name != 'gradient':
+      after += seconds
+    if span.track != 'learner' or span.name not in ('gradient', 'score'):
       continue
-    keys = [tuple(key) for key in span.args['keys']]
-    for key in keys:
-      if key not in released:
+    found = keys(span)
+    for key in found:
+      if key not in releases.times:
         raise ValueError(f'step {record.step}: no release of {key} is known')
-      share = (span.end - span.start) / len(keys)
-      took[key] = took.get(key, 0.0) + share
-  starts = [released[key] - record.start for key in took]
-  done = makespan(starts, list(took.values()))
-  # Work without a gradient (no spread) has to end all the same.
-  last = max(released.values(), default=record.start) - record.start
+      starts.append(max(releases.times[key] - record.start, 0.0))
+      took.append(seconds / len(found))
+  last = max(releases.answered - record.start, 0.0)
   return Bound(
     record.end - record.start,
-    max(done, last) + after,
+    # Rewards that no gradient waits for have to come all the same.
+    max(makespan(starts, took), last) + after,
     last,
-    sum(took.values()),
+    sum(took),
   )
+
+
+def keys(span: timeline_lib.Span) -> list[Key]:
+  """The work behind a gradient span: trajectories, or pieces of turns."""
+  args = span.args
+  if 'keys' in args:
+    return [tuple(key) for key in args['keys']]
+  pieces = zip(args['prompt_id'], args['member'], args['turn'], strict=True)
+  # What goes back through a trajectory waits for all of it.
+  fed = args['work'] in ('feed', 'feed_prompt')
+  return [piece if fed else piece[:2] for piece in pieces]

@@ -236,7 +236,7 @@ def costs(
   for span in spans:
     took = span.end - span.start
     by_name[span.name].append(took)
-    if span.name == 'gradient':
+    if span.name == 'gradient' and 'rows' in span.args:
       shape = [span.args[k] for k in ('rows', 'tokens', 'targets', 'sinks')]
       gradients[tuple(shape)].append(took)
   return Costs(
