@@ -1,10 +1,12 @@
 """The turn loop at its limits, and with environments that go wrong."""
 
+import dataclasses
 import functools
 import re
 import threading
 
 import agent_play
+import pytest
 
 from thundersync_jax.envs import base
 
@@ -233,3 +235,26 @@ def test_a_prompt_that_is_too_long_fails_with_the_numbers():
   assert 'a prompt of 192 tokens leaves no room' in failures[0]
   assert 'a prompt of 63 tokens exceeds the longest of prompt' in failures[1]
   assert failures[2:] == [None, None]
+
+
+def test_limits_must_leave_something():
+  """cases row 23."""
+  for name in ('max_turn_tokens', 'max_trajectory_tokens', 'max_rows'):
+    limits = agent_play.limits_of()
+    with pytest.raises(ValueError, match=f'{name}=0 must be at least 1'):
+      dataclasses.replace(limits, **{name: 0})
+
+
+class Wrong(agent_play.Talker):
+  """A prompt of no messages, where its group has one."""
+
+  def reset(self, task):
+    return []
+
+
+def test_one_wrong_prompt_does_not_cost_its_group():
+  """cases rows 12 and 25: the prompt of the most members is the group's."""
+  makers = [Wrong, *[functools.partial(agent_play.Talker, turns=1)] * 3]
+  _, events, _ = agent_play.play(makers, agent_play.limits_of(), size=4)
+  failures = [made[-1].failure for made in events.values()]
+  assert 'different prompts' in failures[0] and failures[1:] == [None] * 3

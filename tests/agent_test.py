@@ -1,6 +1,7 @@
 """The turn loop: the ids that the model saw, over several turns."""
 
 import functools
+import threading
 
 import agent_play
 import jax
@@ -218,3 +219,42 @@ def test_ended_turns_are_there_while_the_environment_works():
       )
       assert s.turns[n].loss_mask.all()
       assert s.turns[n].finish_reason == final.turns[n].finish_reason
+
+
+class Counted(agent_play.Talker):
+  """Knows how many of its kind are between reset and their last answer."""
+
+  lock, now, most = threading.Lock(), 0, 0
+
+  def reset(self, task):
+    with self.lock:
+      Counted.now += 1
+      Counted.most = max(Counted.most, Counted.now)
+    return super().reset(task)
+
+  def step(self, text):
+    result = super().step(text)
+    with self.lock:
+      Counted.now -= result.done
+    return result
+
+
+def test_max_live_starts_whole_groups_and_changes_no_token():
+  """Five are allowed, so two groups of two; all twelve without a limit."""
+  maker = functools.partial(Counted, turns=2)
+  runs, most = [], []
+  for limit in (5, 0):
+    Counted.most = 0
+    _, events, _ = agent_play.play(
+      [maker] * 12, agent_play.limits_of(), size=2, max_live=limit
+    )
+    runs.append(events)
+    most.append(Counted.most)
+    assert Counted.now == 0
+  assert most[0] <= 4 < most[1] <= 12
+  for key, made in runs[0].items():
+    other = runs[1][key][-1]
+    np.testing.assert_array_equal(made[-1].tokens, other.tokens)
+    np.testing.assert_array_equal(
+      made[-1].behaviour_logprobs, other.behaviour_logprobs
+    )

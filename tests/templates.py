@@ -45,13 +45,8 @@ QWEN3 = (
   "{% endif %}{{ '<|start|>' + role + '\n' + text + '<|end|>\n' }}"
   '{% endfor %}' + _ASSISTANT
 )
-# Old answers lose what stands before their last vowel: forks for any letters.
-FORGETFUL = (
-  QWEN3.replace(
-    "text.split('</think>')[-1]",
-    "text.replace('e', '/').replace('a', '/').split('/')[-1]",
-  )
-)  # fmt: skip
+# Old answers keep their first letter only: longer ones fork.
+FORGETFUL = QWEN3.replace("text.split('</think>')[-1]", 'text[:1]')
 TEMPLATES = {
   'chatml': CHATML,
   'llama3': LLAMA3,

@@ -88,7 +88,7 @@ def play(tokenizer, script):
     assert said == text.removesuffix('<|end|>')
     if number < len(script):
       what = alive.continuation(messages)
-      assert not alive.fits(what, 10_000)
+      assert not alive.stopped_by(what, 10_000)
       alive.go_on(what)
   return alive.trajectory
 

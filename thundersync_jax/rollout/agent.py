@@ -263,7 +263,7 @@ class Agent:
         return 'turns'
       return 'trajectory' if live.room <= 0 else 'context'
     what = live.continuation(messages)
-    if cut := live.fits(what, self.engine.max_context):
+    if cut := live.stopped_by(what, self.engine.max_context):
       return cut
     live.go_on(what)
     begin = self.engine.fork if what.forks else self.engine.resume

@@ -112,7 +112,7 @@ class Live:
     stopped = self.ended.finish_reason == 'stop'
     return self.conversation.hear(messages, stopped)
 
-  def fits(
+  def stopped_by(
     self, next_tokens: conversation_lib.Continuation, max_context: int
   ) -> str:
     """The limit that keeps the next turn from beginning, '' if none."""
