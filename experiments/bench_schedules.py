@@ -1,7 +1,6 @@
 """Steps of one agentic workload under sync, thundersync and async, in one run.
 
-  python experiments/bench_schedules.py --workdir=DIR
-  python experiments/bench_schedules.py --workdir=DIR --workload=grader
+  python experiments/bench_schedules.py --workdir=DIR [--workload=grader]
 
 Waits are real, the same for every schedule, and on average so long that the
 rollout takes about as long as the learner. The workdir gets bench.jsonl (a line
