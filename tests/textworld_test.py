@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -112,3 +115,109 @@ def test_many_threads_share_one_process():
     for game, said in zip(games, executor.map(transcript, games), strict=True):
       assert said == alone[game]
   assert len(textworld.simulators(1).pids) == 1
+
+
+@pytest.mark.parametrize(
+  'text', ['', '\n\n', 'fly', '\0', '\ud800', 'é' * 5000, 'help', 'move north;']
+)
+def test_any_text_gets_a_short_answer(text):
+  environment = textworld.make(**settings_of('mapreader'))
+  environment.reset(draw('mapreader', count=1)[0])
+  result = environment.step(text)
+  assert not result.done and result.reward is None
+  assert 0 < len(result.messages[0]['content']) < 200
+  environment.close()
+  environment.close()
+
+
+def test_rewards_are_a_score_or_success():
+  task = draw('mapreader', count=1)[0]
+  rewards = {}
+  for kind in ('score', 'success'):
+    settings = settings_of('mapreader', reward=kind) | {'max_turns': 3}
+    environment = textworld.make(**settings)
+    assert environment.max_turns == 3
+    environment.reset(task)
+    texts = environment.demonstrate()
+    # Reads the map, goes, takes the coin: half of the task.
+    rewards[kind] = [environment.step(next(texts)) for _ in range(3)][-1]
+    environment.close()
+  assert all(result.done for result in rewards.values())
+  assert rewards['score'].reward == 0.5
+  assert rewards['success'].reward == 0
+
+
+def test_what_the_model_reads():
+  task = draw('mapreader', count=1)[0]
+  environment = textworld.make(**settings_of('mapreader'))
+  (message,) = environment.reset(task)
+  goal, place, actions = message['content'].splitlines()
+  assert goal.startswith('Take the coin in the ')
+  assert place.count('. ') in (1, 2) and len(place) < 100
+  assert actions.startswith('actions: move ') and 'look' not in actions
+  told = environment.step('read map').messages[0]['content']
+  assert told.startswith('map: ') and ' - ' in told
+  args = {'actions': False, 'observation': 'full'}
+  plain = textworld.make(**settings_of('mapreader', **args)).reset(task)
+  assert 'You are in the' in plain[0]['content']
+  assert 'actions:' not in plain[0]['content']
+  args = {'max_actions': 1, 'hidden_actions': ('move',)}
+  few = textworld.make(**settings_of('mapreader', **args)).reset(task)
+  assert few[0]['content'].endswith('actions: put map in box')
+
+
+@pytest.mark.parametrize('end', ['', 'os.kill(os.getpid(), signal.SIGKILL)'])
+def test_no_java_process_outlives_its_parent(end):
+  program = f"""
+import os, signal
+from thundersync_jax.envs import textworld
+tasks = textworld.make_tasks(0, 'train', game='coin')
+next(tasks)
+print(*textworld.simulators(1).pids, flush=True)
+{end}
+"""
+  child = subprocess.run(
+    [sys.executable, '-c', program], stdout=subprocess.PIPE, text=True
+  )
+  (pid,) = map(int, child.stdout.split())
+  deadline = time.monotonic() + 30
+  while os.path.exists(f'/proc/{pid}') and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not os.path.exists(f'/proc/{pid}')
+
+
+def test_a_busy_simulator_is_not_lent_again():
+  pool = textworld.simulators(1)
+  first = pool.lease()
+  first.busy = True  # as if a thread had been left behind in it
+  pool.give_back(first)
+  assert pool.lease() is not first
+
+
+def test_without_java_the_package_is_named(monkeypatch):
+  monkeypatch.setattr(shutil, 'which', lambda name: None)
+  pool = java.Simulators('x.jar', '.', 'x.Y')
+  with pytest.raises(java.JavaError, match='default-jre-headless'):
+    pool.lease()
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ({'game': 'chess'}, "game='chess' does not exist"),
+    ({'reward': 'x'}, "reward='x'"),
+    ({'observation': 'x'}, "observation='x'"),
+    ({'max_turns': 0}, 'max_turns=0'),
+    ({'rooms': 3}, 'unknown'),
+  ],
+)
+def test_wrong_settings_are_refused(args, message):
+  with pytest.raises(ValueError, match=message):
+    textworld.make(**args)
+
+
+def test_wrong_arguments_of_a_game_are_refused():
+  with pytest.raises(ValueError, match='Unrecognized property name'):
+    next(textworld.make_tasks(0, 'train', game='coin', game_args={'x': 1}))
+  with pytest.raises(ValueError, match="fold='dev' does not exist"):
+    next(textworld.make_tasks(0, 'dev'))
