@@ -30,8 +30,8 @@ POPULATION = workloads.Population(
 )
 # Chips -> chips that hold the model once. The model grows with them, so the
 # times of a replica stay what they are.
-REPLICAS = {64: 4, 512: 32, 4096: 256}
-_PROMPTS = 8  # of a step, for each replica
+REPLICAS = {64: 8, 512: 32, 4096: 128}
+_PROMPTS = 4  # of a step, for each replica
 GRANULARITIES = {
   'trajectory': simulate.SCHEDULES['thundersync'],
   'group': simulate.SCHEDULES['thundersync_group'],
@@ -41,7 +41,7 @@ CORRELATIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 OPEN_GROUPS = (1, 2, 4, 8, 16)
 LAUNCHES_S = (0.0, 2.0, 4.0, 8.0, 16.0)
 _SEEDS = 3  # of which the studies show the mean
-_STEPS = 3  # the first is left out: async starts with an empty pipeline
+_STEPS = 2  # the first is left out: async starts with an empty pipeline
 
 
 def splits(
