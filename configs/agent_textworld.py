@@ -29,19 +29,19 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.family = 'textworld'
   c.task.args.game = 'coin'
   c.task.args.game_args = {
-    'numLocations': 7,
+    'numLocations': 6,
     'includeDoors': 0,
     'numDistractorItems': 0,
   }
   c.task.args.max_turns = 8
   c.task.args.reward = 'success'
   c.task.args.actions = False
-  c.task.train_prompts = 2000
+  c.task.train_prompts = 1200
   c.task.validation_prompts = 100
   c.task.test_prompts = 100
 
-  c.sft.steps = 60
-  c.sft.demonstrations = 960
+  c.sft.steps = 100
+  c.sft.demonstrations = 600
   c.sft.batch = 16
   c.sft.learning_rate = 2e-3
   c.sft.warmup_steps = 10
@@ -62,7 +62,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.learner.row_tokens = (512,)
   c.learner.row_targets = (80,)
 
-  c.optimizer.learning_rate = 1e-4
+  c.optimizer.learning_rate = 5e-4
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'
