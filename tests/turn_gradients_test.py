@@ -18,12 +18,12 @@ from thundersync_jax.types import Trajectory
 SAMPLED = distill_loss.Loss()
 CASES = {
   'sampled, llama': ('llama', SAMPLED, False),
+  # With biases too, and an untied head.
   'reverse KL, qwen3, remat': (
     'qwen3',
     distill_loss.Loss('reverse_kl', temperature=0.7),
     True,
   ),
-  'JSD, qwen2': ('qwen2', distill_loss.Loss('jsd', jsd_beta=0.3), False),
 }
 
 
@@ -63,7 +63,7 @@ def test_adjoints_are_needed(monkeypatch, plan):
     made, step = in_f64('sampled, llama'), turn_steps.make_step(1)
     want = turn_steps.slow_gradient(made, step)
     monkeypatch.setattr(
-      turn_device.Device, 'unwind', lambda self, *args: self._marker()
+      turn_device.Device, 'unwind', lambda self, *args: jax.numpy.zeros(())
     )
     got, _, _ = turn_steps.play(made, step, plan, 0)
     assert turn_steps.leaf_errors(got, want).max() > 0.01

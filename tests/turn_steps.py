@@ -55,7 +55,7 @@ def model(family, **changes):
     vocab_size=VOCAB,
     tied=family != 'qwen3',
     max_context=LENGTH,
-    **(sizes | switches | changes),
+    **(sizes | switches | {'qkv_bias': family == 'qwen3'} | changes),
   )
 
 

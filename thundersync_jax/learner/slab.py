@@ -145,6 +145,11 @@ def prefix(slab, pieces, size):
   return read(slab.keys, 4), read(slab.values, 3)
 
 
+def _for_each_row(pieces, step, carry):
+  """A loop, not unrolled: programs of many rows would take long to compile."""
+  return jax.lax.fori_loop(0, pieces.rows.shape[0], step, carry)
+
+
 def _start(ndim, row):
   """Index of the first column of a row."""
   index = [jnp.int32(0)] * ndim
@@ -163,21 +168,26 @@ def read(buffer, pieces, length, axis):
   """The columns of the pieces, B on axis 1."""
   size = list(buffer.shape)
   size[1], size[axis] = 1, length
-  found = [
-    jax.lax.dynamic_slice(buffer, _at(pieces, i, buffer.ndim, axis), size)
-    for i in range(pieces.rows.shape[0])
-  ]
-  return jnp.concatenate(found, axis=1)
+
+  def step(i, found):
+    index = _at(pieces, i, buffer.ndim, axis)
+    one = jax.lax.dynamic_slice(buffer, index, size)
+    return jax.lax.dynamic_update_slice_in_dim(found, one, i, axis=1)
+
+  size_of_all = list(size)
+  size_of_all[1] = pieces.rows.shape[0]
+  return _for_each_row(pieces, step, jnp.zeros(size_of_all, buffer.dtype))
 
 
 def write(buffer, pieces, new, axis):
   """Puts new columns where the pieces are; padding goes behind them."""
-  for i in range(pieces.rows.shape[0]):
-    one = jax.lax.slice_in_dim(new, i, i + 1, axis=1).astype(buffer.dtype)
-    buffer = jax.lax.dynamic_update_slice(
-      buffer, one, _at(pieces, i, buffer.ndim, axis)
-    )
-  return buffer
+
+  def step(i, buffer):
+    one = jax.lax.dynamic_slice_in_dim(new, i, 1, axis=1).astype(buffer.dtype)
+    index = _at(pieces, i, buffer.ndim, axis)
+    return jax.lax.dynamic_update_slice(buffer, one, index)
+
+  return _for_each_row(pieces, step, buffer)
 
 
 def real(x, pieces, axis):
@@ -219,17 +229,21 @@ def add_adjoints(slab, pieces, grad_prefix):
   def add(buffer, grads, axis):
     shape = [1] * buffer.ndim
     shape[axis] = size = grads.shape[axis]
-    for i in range(grads.shape[1]):
-      grad = jax.lax.slice_in_dim(grads, i, i + 1, axis=1)
-      shared = jnp.arange(size).reshape(shape) < pieces.prompt_lengths[i]
-      for row, part in (
-        (pieces.rows[i], jnp.where(shared, 0, grad)),
-        (pieces.prompt_rows[i], jnp.where(shared, grad, 0)),
-      ):
-        index = _start(buffer.ndim, row)
-        old = jax.lax.dynamic_slice(buffer, index, part.shape)
-        buffer = jax.lax.dynamic_update_slice(buffer, old + part, index)
-    return buffer
+    column = jnp.arange(size).reshape(shape)
+
+    def add_part(buffer, row, part):
+      index = _start(buffer.ndim, row)
+      old = jax.lax.dynamic_slice(buffer, index, part.shape)
+      return jax.lax.dynamic_update_slice(buffer, old + part, index)
+
+    def step(i, buffer):
+      grad = jax.lax.dynamic_slice_in_dim(grads, i, 1, axis=1)
+      shared = column < pieces.prompt_lengths[i]
+      buffer = add_part(buffer, pieces.rows[i], jnp.where(shared, 0, grad))
+      shared_grad = jnp.where(shared, grad, 0)
+      return add_part(buffer, pieces.prompt_rows[i], shared_grad)
+
+    return _for_each_row(pieces, step, buffer)
 
   return dataclasses.replace(
     slab,

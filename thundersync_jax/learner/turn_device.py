@@ -23,6 +23,7 @@ from thundersync_jax.streaming.turn_pieces import Limits, Piece
 from thundersync_jax.types import Batch
 
 Tree = Any
+_ON_TEACHER = ('score', 'prefill_teacher', 'packed_teacher')
 _SLAB_AXES = slab.Slab(
   ('layers', None, 'kv_heads', None, None),
   ('layers', None, 'kv_heads', None, None),
@@ -123,12 +124,10 @@ class Device:
     hidden = self._score(shape, batch)
     teacher = distill_loss.Teacher(self._to_learner(hidden), self._head)
     name = 'ahead' if plan == 'forward' else 'local'
-    self._slab, self._sink, self._stats = self._run(
-      name,
-      shape,
-      (params, teacher, self._slab, batch, self._sum(), self._stats),
-    )
-    return hidden, self._marker()
+    args = (params, teacher, self._slab, batch, self._sum(), self._stats)
+    out, done = self._run(name, shape, args)
+    self._slab, self._sink, self._stats = out
+    return hidden, done
 
   def unwind(
     self,
@@ -140,33 +139,32 @@ class Device:
     """Pulls adjoints back through pieces; returns what is ready with it."""
     batch = self.fill(shape, pieces)
     name = 'backward' if plan == 'forward' else 'replay'
-    self._slab, self._sink = self._run(
-      name, shape, (params, self._slab, batch, self._sum())
-    )
-    return self._marker()
+    args = (params, self._slab, batch, self._sum())
+    (self._slab, self._sink), done = self._run(name, shape, args)
+    return done
 
   def feed_prompt(
     self, shape: slab.Shape, pieces: Sequence[Piece], params: Tree
   ) -> jax.Array:
     """K/V of prompts for both models; returns what is ready with it."""
     batch = self.fill(shape, pieces)
-    self._teacher_slab = self._run(
-      'prefill_teacher', shape, self._for_teacher(batch)
-    )
-    self._slab = self._run('prefill', shape, (params, self._slab, batch))
-    return self._slab.keys
+    there = self._for_teacher(batch)
+    self._teacher_slab, _ = self._run('prefill_teacher', shape, there)
+    args = (params, self._slab, batch)
+    self._slab, done = self._run('prefill', shape, args)
+    return done
 
   def whole(self, batch: Batch, params: Tree) -> tuple[jax.Array, jax.Array]:
     """Scores and differentiates packed rows; returns as `feed` does."""
     shape = batch.tokens.shape, batch.targets.shape
     there = jax.device_put(batch, mesh_lib.sharding(self._teacher.mesh))
-    hidden = self._run('packed_teacher', shape, (self._teacher.params, there))
+    args = (self._teacher.params, there)
+    hidden, _ = self._run('packed_teacher', shape, args)
     teacher = distill_loss.Teacher(self._to_learner(hidden), self._head)
     here = self._learner.place_batch(batch)
-    self._sink, self._stats = self._run(
-      'packed', shape, (params, teacher, here, self._sum(), self._stats)
-    )
-    return hidden, self._marker()
+    args = (params, teacher, here, self._sum(), self._stats)
+    (self._sink, self._stats), done = self._run('packed', shape, args)
+    return hidden, done
 
   def finish(self) -> tuple[Tree, distill_loss.Stats]:
     """Returns the sum and the statistics of a step, and starts the next."""
@@ -211,7 +209,7 @@ class Device:
 
   def _score(self, shape, batch):
     args = self._for_teacher(batch)
-    self._teacher_slab, hidden = self._run('score', shape, args)
+    (self._teacher_slab, hidden), _ = self._run('score', shape, args)
     return hidden
 
   def _for_teacher(self, batch):
@@ -226,9 +224,6 @@ class Device:
 
   def _sum(self):
     return self._zeros() if self._sink is None else self._sink
-
-  def _marker(self):
-    return self._sink['final_norm']
 
   def _make_slab(self, config, mesh, *, rows, length, dtype, adjoints, inputs):
     make = functools.partial(
@@ -256,7 +251,8 @@ class Device:
     return jax.jit(make, out_shardings=where)()
 
   def _run(self, name, shape, args):
-    on_teacher = name in ('score', 'prefill_teacher', 'packed_teacher')
+    """What a program returns, and a scalar that nobody donates."""
+    on_teacher = name in _ON_TEACHER
     if not on_teacher and isinstance(shape, slab.Shape):
       args = tuple(
         self._put(x) if isinstance(x, slab.Pieces) else x for x in args
@@ -282,10 +278,19 @@ class Device:
       'packed_teacher': (distill_loss.packed_hidden, (teacher,), ()),
     }
     function, first, donated = programs[name]
+
+    def marked(*args):
+      out = function(*first, *args)
+      leaf = jax.tree.leaves(out)[0]
+      return out, leaf[(0,) * leaf.ndim]
+
+    where = self._out_shardings(name, args)
+    on_teacher = name in _ON_TEACHER
+    mesh = self._teacher.mesh if on_teacher else self._mesh
     jitted = jax.jit(
-      functools.partial(function, *first),
+      marked,
       donate_argnums=donated,
-      out_shardings=self._out_shardings(name, args),
+      out_shardings=(where, mesh_lib.sharding(mesh)),
     )
     return jitted.lower(*args).compile()
 

@@ -10,7 +10,8 @@ entries, `last` tokens of the last turn; backward costs twice forward:
   turn      (s + 3 l) n + 3 h m               3 l (n - last)
 
 What does not fit into the waits counts as well. Seconds come from measured
-launches, lengths and waits from the trajectories that have ended.
+launches, lengths and waits from the trajectories that have ended. A wait is the
+time between the ends of two turns: the tool's, the slot's and the next turn's.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def delays(costs: Costs, lengths: Lengths, wait_s: float) -> dict[str, float]:
   Args:
     costs: see Costs.
     lengths: of the whole trajectory, as expected.
-    wait_s: seconds of all its tool calls in which the learner is idle.
+    wait_s: seconds before it ends in which the learner is idle.
   """
   layers = costs.layers * lengths.tokens
   scored = costs.teacher * lengths.tokens + 3 * costs.heads * lengths.entries
@@ -68,6 +69,21 @@ def delays(costs: Costs, lengths: Lengths, wait_s: float) -> dict[str, float]:
     'turn': 3 * costs.layers * before_last + costs.launch,
   }
   return {k: late[k] + max(0.0, early[k] - wait_s) for k in early}
+
+
+def work_s(
+  costs: Costs, kind: str, plan: str, tokens: int, entries: int
+) -> float:
+  """Seconds of one gradient program, scoring not included.
+
+  Args:
+    costs: see Costs.
+    kind, plan: see turn_gradients.Work.
+    tokens, entries: of the program's shape, padding included.
+  """
+  forward_only = kind == 'feed_prompt' or (kind, plan) == ('feed', 'forward')
+  layers = costs.layers * tokens * (1 if forward_only else 3)
+  return layers + 3 * costs.heads * entries + costs.launch
 
 
 @dataclasses.dataclass
@@ -126,7 +142,7 @@ class Planner:
         mean.add(lengths[name])
 
   def waited(self, seconds: float) -> None:
-    """Takes in the time of a tool call."""
+    """Takes in the time from the end of a turn to that of the next."""
     self._wait.add(seconds)
 
   def measured(self, seconds: float, expected_s: float) -> None:
