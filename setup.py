@@ -38,7 +38,8 @@ REQUIRES = [
 MATHS = [
   'math-verify>=0.9',  # grader of mathematical answers
 ]
-# Both also need Java, which pip does not install: default-jre-headless.
+# Both also need Java, which pip does not install: default-jre-headless. The
+# environment bfcl needs bfcl-eval, whose pins clash with ours: --no-deps.
 AGENTS = [
   'scienceworld>=1.2.3',  # experiments in a simulated house
   'textworld-express>=1.1',  # text games; py4j starts their Java processes

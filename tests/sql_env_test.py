@@ -136,6 +136,14 @@ def test_rows_and_their_limits():
       'SELECT COUNT(*) FROM ' + ','.join(f'pets p{i}' for i in range(20)),
       'error: the query takes too long',
     ),
+    # Each step of it copies 20 kB.
+    (
+      f"WITH l AS (SELECT group_concat(replace('{'a' * 200}', 'a', 'bb')) t "
+      'FROM pets, pets p2, pets p3) SELECT COUNT(*) FROM l, '
+      + ','.join(f'pets q{i}' for i in range(12))
+      + " WHERE instr(replace(upper(t), q11.name, 'C'), 'D')",
+      'error: the query takes too long',
+    ),
     ("SELECT '" + 'a' * 9000 + "'", 'error: '),
     ('SELECT ' + '(' * 500 + '1' + ')' * 500, 'error: '),
     ('SELECT ?', 'error: '),

@@ -3,22 +3,26 @@
 The model writes one query a turn in a fenced block and reads the rows; it ends
 with a line `answer: X`. Reward 1 if X equals what the gold query gives, else
 0. The SQL runs in this process on a database in memory: an authorizer admits
-SELECT and a list of functions, and steps, lengths and rows are limited, so a
-query costs well below a millisecond.
+SELECT and a list of functions, and steps, time, lengths and rows are limited.
+That takes 0.1 ms a query; a call of the sandbox takes above 10 ms, and would
+admit random() and the clock, with which members of a group differ.
 """
 
 import collections
 import dataclasses
 import hashlib
+import math
 import random
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from thundersync_jax.envs import base, sql_domains, sql_questions
 
 _MAX_STEPS = 200_000  # of SQLite's virtual machine, a query
+_MAX_SECONDS = 2.0  # of a query whose single steps are slow
 _STEPS_A_CALL = 1000  # of the progress handler
 _LIMITS = {
   sqlite3.SQLITE_LIMIT_LENGTH: 20_000,  # bytes of a text or row
@@ -92,6 +96,7 @@ class Database:
     self._connection.set_authorizer(_authorize)
     self._connection.set_progress_handler(self._tick, _STEPS_A_CALL)
     self._steps = 0
+    self._deadline = math.inf  # time.monotonic()
 
   def run(self, query: str, max_rows: int) -> list[tuple[Any, ...]]:
     """The first max_rows rows of one query.
@@ -100,6 +105,7 @@ class Database:
       sqlite3.Error, sqlite3.Warning, ValueError: if it is refused or wrong.
     """
     self._steps = 0
+    self._deadline = time.monotonic() + _MAX_SECONDS
     cursor = self._connection.cursor()
     try:
       return cursor.execute(query).fetchmany(max_rows)
@@ -112,7 +118,8 @@ class Database:
 
   def _tick(self) -> bool:
     self._steps += _STEPS_A_CALL
-    return self._steps > _MAX_STEPS  # true interrupts the query
+    late = time.monotonic() > self._deadline
+    return late or self._steps > _MAX_STEPS  # true interrupts the query
 
 
 def _decode(text: bytes) -> str:
