@@ -18,7 +18,7 @@ from thundersync_jax.envs import (
 
 @pytest.fixture(params=list(sandbox_backends.BACKENDS))
 def box(request):
-  limits = sandbox.Limits(wall_s=60, cpu_s=2)
+  limits = sandbox.Limits(wall_s=60, cpu_s=1)
   try:
     made = sandbox.Sandbox(limits, request.param)
   except sandbox.SandboxError as error:
@@ -129,7 +129,7 @@ def test_writing_a_database(box):
     ("attach 'other.db' as o", 'not authorized'),
     ("select load_extension('/lib/x.so')", 'not authorized'),
     ('select zeroblob(1000000000)', 'too big'),
-    ("select printf('%.*c', 999999999, 'x')", 'too big'),
+    ("select replace(hex(zeroblob(99999)), '0', 'xxxx')", 'too big'),
     ('select group_concat(hex(randomblob(99999))) from t', 'too big'),
     (
       'with recursive c(x) as (select 1 union all select x+1 from c) '
@@ -176,7 +176,7 @@ def test_links_and_pipes_are_not_followed(box, tmp_path):
   for path in ('link', 'folder/secret', 'second_name', 'pipe', '.', 'folder'):
     with pytest.raises(sandbox.FileError):
       box.read_file(path)
-  with pytest.raises(sandbox.FileError, match='a link'):
+  with pytest.raises(sandbox.FileError, match='not a folder'):
     box.write_file('folder/new', 'x')
   assert not (tmp_path / 'new').exists()
   box.write_file('link', 'mine')  # replaces the link, not its target

@@ -28,7 +28,7 @@ from absl import logging
 WORK = '/work'  # the working directory, as a program in namespaces sees it
 _PYTHON = '/opt/python'
 _SYSTEM = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
-_FLAGS = ('-I', '-S', '-X', 'utf8', '-W', 'ignore', '-c')
+_FLAGS = ('-I', '-S', '-B', '-X', 'utf8', '-W', 'ignore', '-c')
 _CAP_SETUID, _CAP_SYS_ADMIN = 7, 21
 # The worker's first line of input holds its own text (see first_line): a
 # command line would show it to each program that lists processes.
@@ -125,7 +125,8 @@ def environment(backend: str) -> dict[str, str]:
   """Every variable that a sandboxed program gets; none is the caller's."""
   prefix = _PYTHON if backend != 'rlimits' else sys.base_prefix
   path = '/usr/local/bin:/usr/bin:/bin'
-  values = {'LANG': 'C.UTF-8'}
+  # Bytecode is found stale by whole seconds alone: edits would be missed.
+  values = {'LANG': 'C.UTF-8', 'PYTHONDONTWRITEBYTECODE': '1'}
   if _relocated():
     path = f'{prefix}/bin:{path}'
     # Found by its old place otherwise, where it is a shared library.

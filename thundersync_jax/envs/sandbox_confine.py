@@ -19,7 +19,7 @@ import struct
 import sys
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _EACCES, _ENOSYS = 1, 13, 38
 # CLONE_NEW* of user, pid, network, mount, ipc, uts and cgroup namespaces.
@@ -49,6 +49,7 @@ _NUMBERS = {
 # The same everywhere: io_uring, pidfd signals and fds, the new mount calls.
 _NEWER = (424, 425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442)
 _CLONE3 = 435
+_CAPSET = {'x86_64': 126, 'aarch64': 91}
 _SIGNALS = {'kill', 'tkill', 'tgkill', 'rt_sigqueueinfo', 'rt_tgsigqueueinfo'}
 _WITH_ARGUMENT = {'socket', 'clone', 'prlimit64', *_SIGNALS}
 
@@ -75,6 +76,15 @@ def become(uid: int) -> None:
   os.setgroups([])
   os.setresgid(uid, uid, uid)
   os.setresuid(uid, uid, uid)
+
+
+def drop_capabilities() -> None:
+  """Leaves a superuser, who has to stay one, with the rights of an owner."""
+  for capability in range(64):
+    _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # not all exist
+  header = struct.pack('II', 0x20080522, 0)
+  number = _CAPSET[platform.machine()]
+  _check(_LIBC.syscall(number, header, bytes(24)), 'capset')
 
 
 def _instruction(code: int, yes: int, no: int, value: int) -> bytes:
@@ -178,8 +188,10 @@ def main() -> None:
   limit_resources(config['limits'])
   if config['uid'] is not None:
     become(config['uid'])
-  os.chdir(config['directory'])  # its owner alone may enter
+  elif os.geteuid() == 0 and platform.machine() in _CAPSET:
+    drop_capabilities()
   _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'no_new_privs')
+  os.chdir(config['directory'])  # its owner alone may enter
   signals = True
   if not config['namespaces']:
     version = landlock_version()

@@ -113,9 +113,12 @@ class _Call:
       os.close(pipe)
 
   def reply(self) -> dict:
-    killed = (-signal.SIGXCPU, -signal.SIGKILL)
-    killed += tuple(128 - number for number in killed)  # as a shell tells it
-    if self.status in killed and self.cpu_s >= self.request['cpu_s']:
+    # A shell tells of a signal as 128 and its number.
+    if self.status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+      self.stopped = self.stopped or 'cpu'
+    # The hard limit's SIGKILL; the kernel counts in ticks.
+    killed = self.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if killed and self.cpu_s > 0.9 * self.request['cpu_s']:
       self.stopped = self.stopped or 'cpu'
     value = None
     if self.value:
