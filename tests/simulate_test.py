@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 
 from thundersync_jax.runs import critical_path, traces
-from thundersync_jax.streaming import simulate, virtual_engine
+from thundersync_jax.streaming import (
+  simulate,
+  virtual_engine,
+  virtual_learner,
+)
 
 GRADIENT_S, BARRIER_S, PUBLISH_S = 2.0, 0.5, 0.25
 END_S = BARRIER_S + PUBLISH_S
 ENGINE = virtual_engine.Settings(slots=2, chunk=1, decode_s=1.0)
 # A launch takes one item, of any length.
-LEARNER = simulate.Learner(
-  simulate.linear_packer(GRADIENT_S, 0.0, max_tokens=0), BARRIER_S, PUBLISH_S
+LEARNER = virtual_learner.Learner(
+  virtual_learner.linear_packer(GRADIENT_S, 0.0, max_tokens=0),
+  BARRIER_S,
+  PUBLISH_S,
 )
 
 
@@ -139,8 +145,8 @@ def workload(seed, steps=2, prompts=4, group=4, rewards=3):
 RANDOM_ENGINE = virtual_engine.Settings(
   slots=9, chunk=3, decode_s=0.1, prefill_s=0.2, extend_s=0.1, workers=6
 )
-RANDOM_LEARNER = simulate.Learner(
-  simulate.linear_packer(0.1, 0.05, max_tokens=30), 0.3, 0.1
+RANDOM_LEARNER = virtual_learner.Learner(
+  virtual_learner.linear_packer(0.1, 0.05, max_tokens=30), 0.3, 0.1
 )
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from thundersync_jax.runs import schedule_plots, traces
-from thundersync_jax.streaming import simulate, studies, workloads
+from thundersync_jax.streaming import (
+  simulate,
+  studies,
+  virtual_learner,
+  workloads,
+)
 from thundersync_jax.types import Item
 
 ONE = workloads.LogNormal(1)
@@ -58,7 +63,7 @@ class _Work:
     turns = (traces.TurnTimes(1, 0, 0.0),)
     self.items = [
       Item(
-        simulate.Played(
+        virtual_learner.Played(
           0,
           member,
           0,

@@ -13,7 +13,11 @@ import numpy as np
 
 from thundersync_jax.learner import packing
 from thundersync_jax.runs import traces
-from thundersync_jax.streaming import simulate, virtual_engine
+from thundersync_jax.streaming import (
+  simulate,
+  virtual_engine,
+  virtual_learner,
+)
 from thundersync_jax.types import Item, Trajectory, Turn
 
 
@@ -32,7 +36,7 @@ def play(
     extend_tokens=settings['extend_tokens'],
     workers=settings['workers'],
   )
-  learner = simulate.Learner(
+  learner = virtual_learner.Learner(
     packer(costs.gradients),
     costs.barrier_s,
     costs.publish_s,
@@ -53,7 +57,9 @@ def scaled(
   return dataclasses.replace(times, turns=turns)
 
 
-def packer(gradients: tuple[traces.GradientCost, ...]) -> simulate.Packer:
+def packer(
+  gradients: tuple[traces.GradientCost, ...],
+) -> virtual_learner.Packer:
   """Launches as learner/packing.py makes them, with measured seconds."""
   shapes = {
     packing.Shape(g.rows, g.tokens, g.targets): g.seconds for g in gradients
@@ -69,7 +75,7 @@ def packer(gradients: tuple[traces.GradientCost, ...]) -> simulate.Packer:
   return pack
 
 
-def _lengths(played: simulate.Played) -> Trajectory:
+def _lengths(played: virtual_learner.Played) -> Trajectory:
   """A trajectory of the right lengths and no content."""
   turns = []
   for turn in played.times.turns:

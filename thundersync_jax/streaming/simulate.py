@@ -7,12 +7,13 @@ TrajectoryQueue, Scheduler and Accumulators, with numbers for gradient trees.
 
   engine        slots, chunks of decode steps, waits (virtual_engine.py)
   learner       launches one after another, at most max_in_flight waiting
+                (virtual_learner.py)
   shared mesh   a gradient starts only while no slot can decode
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,11 +22,7 @@ from thundersync_jax.runs import traces
 from thundersync_jax.streaming import accumulators as accumulators_lib
 from thundersync_jax.streaming import queue as queue_lib
 from thundersync_jax.streaming import scheduler as scheduler_lib
-from thundersync_jax.streaming import virtual_engine
-from thundersync_jax.types import Item
-
-# Work -> seconds of one launch, and the items that it takes.
-Packer = Callable[[scheduler_lib.Work], tuple[float, Sequence[Item]]]
+from thundersync_jax.streaming import virtual_engine, virtual_learner
 
 # Distilled tokens have no baseline; any factor but 0 does.
 _NO_REWARD = advantages_lib.ESTIMATORS['reinforce_no_baseline']
@@ -70,92 +67,6 @@ DISTILLED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
-  """How the learner spends its time.
-
-  Attributes:
-    pack: see Packer.
-    barrier_s, publish_s: of a step; the driver does nothing else meanwhile.
-    host_s: of the driver, to prepare a launch.
-    max_in_flight: launches that run or wait on the device.
-    shared: rollout and learner are one mesh.
-    gradient_bytes: of one sum.
-    max_open_groups, max_open_bytes: see accumulators.py.
-    estimator: of the groups.
-  """
-
-  pack: Packer
-  barrier_s: float = 0.0
-  publish_s: float = 0.0
-  host_s: float = 0.0
-  max_in_flight: int = 2
-  shared: bool = False
-  gradient_bytes: int = 4
-  max_open_groups: int = 1 << 30
-  max_open_bytes: int = 1 << 60
-  estimator: advantages_lib.Estimator = advantages_lib.ESTIMATORS['grpo']
-
-
-def linear_packer(
-  launch_s: float, token_s: float, max_tokens: float = float('inf')
-) -> Packer:
-  """Launches of launch_s + token_s a token, of at most max_tokens together."""
-
-  def pack(work):
-    taken, tokens = [], 0
-    for item in work.items:
-      size = item.trajectory.learner_tokens
-      if taken and tokens + size > max_tokens:
-        break
-      taken.append(item)
-      tokens += size
-    return launch_s + token_s * tokens, taken
-
-  return pack
-
-
-@dataclasses.dataclass(frozen=True)
-class Played:
-  """What the queue sorts, a trajectory or a turn: the times of it.
-
-  Stands in for types.Trajectory.
-
-  Attributes:
-    times: of the trajectory.
-    turn: the turn, from 1; None for all of them.
-    ended: seconds, when its gradient became possible.
-    version: learner steps done at that time.
-    sampled: (policy_version, tokens) of it.
-  """
-
-  prompt_id: int
-  member: int
-  step: int
-  times: traces.TrajectoryTimes
-  turn: int | None
-  ended: float
-  version: int
-  sampled: tuple[tuple[int, int], ...]
-  reward: float | None = None
-  failure: str | None = None
-  truncated: bool = False
-
-  @property
-  def num_sampled(self) -> int:
-    return sum(count for _, count in self.sampled)
-
-  @property
-  def learner_tokens(self) -> int:
-    """Tokens that its gradient computes: a turn keeps the K/V before it."""
-    if self.turn is None:
-      return self.times.tokens
-    first = self.turn == 1
-    before = self.times.turns[self.turn - 2].observed
-    fed = self.times.prompt_tokens if first else before
-    return fed + self.times.turns[self.turn - 1].sampled
-
-
-@dataclasses.dataclass(frozen=True)
 class StepReport:
   """What a step took.
 
@@ -189,7 +100,7 @@ class StepReport:
 def simulate(
   trajectories: Iterable[traces.TrajectoryTimes],
   engine: virtual_engine.Settings,
-  learner: Learner,
+  learner: virtual_learner.Learner,
   schedule: Schedule,
 ) -> list[StepReport]:
   """Plays all steps of a workload.
@@ -224,7 +135,7 @@ class _Run:
     self._engine = virtual_engine.Engine(engine)
     self._queue = queue_lib.TrajectoryQueue(estimator.scope)
     self._accumulators = accumulators_lib.Accumulators(
-      _numbers(learner.gradient_bytes),
+      virtual_learner.numbers(learner.gradient_bytes),
       estimator,
       max_open_groups=learner.max_open_groups,
       max_open_bytes=learner.max_open_bytes,
@@ -239,9 +150,11 @@ class _Run:
     self._admitted = 0
     self._flying: collections.deque[float] = collections.deque()  # their ends
     self._busy = virtual_engine.Busy()
-    self._unscored: dict[virtual_engine.Live, Played] = {}
+    self._unscored: dict[virtual_engine.Live, virtual_learner.Played] = {}
     self._units = collections.Counter()  # prompt_id -> turns put
-    self._launched: list[tuple[Played, float, float]] = []  # when, seconds
+    self._launched: list[
+      tuple[virtual_learner.Played, float, float]
+    ] = []  # when, seconds
 
   def step(self, step: int) -> StepReport:
     """One optimizer step."""
@@ -290,7 +203,7 @@ class _Run:
     return bool(ended or answered)
 
   def _put(self, live: virtual_engine.Live, scored: bool) -> None:
-    played = self._unscored.pop(live, None) or Played(
+    played = self._unscored.pop(live, None) or virtual_learner.Played(
       live.times.prompt_id,
       live.member,
       live.step,
@@ -309,7 +222,7 @@ class _Run:
 
   def _put_turn(self, live: virtual_engine.Live) -> None:
     prompt_id = live.times.prompt_id
-    played = Played(
+    played = virtual_learner.Played(
       prompt_id,
       self._units[prompt_id],
       live.step,
@@ -339,7 +252,9 @@ class _Run:
     seconds, items = learner.pack(work)
     for number, sink in enumerate(work.sinks):
       total = self._accumulators.take(work.group, sink)
-      total += sum(_gradient(work, number, item) for item in items)
+      total += sum(
+        virtual_learner.gradient(work, number, item) for item in items
+      )
       self._accumulators.give(work.group, sink, total)
     self._scheduler.launched(work, list(items))
     self._now += learner.host_s
@@ -380,14 +295,6 @@ class _Run:
     )
 
 
-def _gradient(work: scheduler_lib.Work, sink: int, item: Item) -> float:
-  """The number that stands for what an item adds to a sink of a launch."""
-  score = float(item.trajectory.learner_tokens)
-  if work.release == 'final':
-    return item.advantage * score
-  return item.reward * score if sink else score
-
-
 def _staleness(step: int, launched) -> tuple[float, float, float]:
   """Generation and waiting part in steps, and the wait in seconds."""
   if not launched:
@@ -403,15 +310,4 @@ def _staleness(step: int, launched) -> tuple[float, float, float]:
     float(sum(generated) / counts.sum()),
     float(waited @ counts / counts.sum()),
     float(seconds),
-  )
-
-
-def _numbers(nbytes: int) -> accumulators_lib.Arithmetic:
-  """Arithmetic of gradient trees that are one number each."""
-  return accumulators_lib.Arithmetic(
-    zeros=float,
-    add_scaled=lambda acc, scale, tree: acc + scale * tree,
-    park=lambda tree: tree,
-    unpark=lambda tree: tree,
-    nbytes=nbytes,
   )

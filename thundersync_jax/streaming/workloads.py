@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from thundersync_jax.runs import traces
-from thundersync_jax.streaming import simulate, virtual_engine
+from thundersync_jax.streaming import virtual_engine, virtual_learner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Cluster:
 
   def parts(
     self, rollout_chips: int, learner_chips: int
-  ) -> tuple[virtual_engine.Settings, simulate.Learner]:
+  ) -> tuple[virtual_engine.Settings, virtual_learner.Learner]:
     """The two sides of a split.
 
     Raises:
@@ -158,7 +158,7 @@ class Cluster:
       prefill_token_s=prefill_s,
       extend_token_s=prefill_s,
     )
-    learner = simulate.Learner(
+    learner = virtual_learner.Learner(
       self._packer(rows),
       self.barrier_s,
       self.publish_s,
@@ -167,7 +167,7 @@ class Cluster:
     )
     return engine, learner
 
-  def _packer(self, rows: int) -> simulate.Packer:
+  def _packer(self, rows: int) -> virtual_learner.Packer:
     fixed_s = self.launch_s * (1 + math.log2(rows))
     token_s = self.gradient_token_s / self.replica_chips
 
