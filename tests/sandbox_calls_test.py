@@ -361,7 +361,7 @@ def test_limits_that_cannot_work_are_refused(name, value):
 def test_isolation_that_is_only_claimed_is_found_out(backend, monkeypatch):
   """A bubblewrap that isolates nothing: refused, and the next one taken."""
 
-  def pretend(place, limits, temporary):
+  def pretend(place, temporary):
     config = {**sandbox_backends._with_home('rlimits', place)}
     code = (
       'import json, os, sys\n'
@@ -377,7 +377,7 @@ def test_isolation_that_is_only_claimed_is_found_out(backend, monkeypatch):
   monkeypatch.setattr(
     sandbox_backends, 'directory', lambda backend, place: str(place.work)
   )
-  with pytest.raises(sandbox.SandboxError, match='claims to isolate.*network'):
+  with pytest.raises(sandbox.SandboxError, match='claims to isolate.*files.*signals'):
     sandbox.measure.__wrapped__(backend)
 
 

@@ -224,11 +224,13 @@ class Sandbox:
       'output_bytes': limits.output_bytes,
       'max_rows': limits.max_rows,
       'value_bytes': limits.output_bytes,
-      'uid': place.uid,
       'directory': self.directory,
+      'confinement': sandbox_backends.confinement(
+        self.backend, place, limits.of_processes(elsewhere)
+      ),
     }
     command = sandbox_backends.BACKENDS[self.backend](
-      place, limits.of_processes(elsewhere), limits.temporary_bytes
+      place, limits.temporary_bytes
     )
     worker = sandbox_process.Worker(
       command,

@@ -5,15 +5,18 @@
   rlimits  no namespaces: resource limits, a system-call filter (no sockets)
            and, where the kernel has it, Landlock (files and signals)
 
-In all three sandbox_confine.py sets limits, then sandbox_worker.py serves. A
+In all three sandbox_worker.py confines itself (sandbox_confine.py), then
+serves. A
 superuser's sandbox runs as an unprivileged user id of its own, because the
 limit on processes does not bind the superuser.
 """
 
+import base64
 import dataclasses
 import functools
 import importlib.resources
 import json
+import marshal
 import os
 import pathlib
 import random
@@ -30,20 +33,25 @@ _PYTHON = '/opt/python'
 _SYSTEM = ('bin', 'sbin', 'lib', 'lib32', 'lib64', 'libx32')
 _FLAGS = ('-I', '-S', '-B', '-X', 'utf8', '-W', 'ignore', '-c')
 _CAP_SETUID, _CAP_SYS_ADMIN = 7, 21
-# The worker's first line of input holds its own text (see first_line): a
+# The worker's first line of input holds its own code (see first_line): a
 # command line would show it to each program that lists processes.
 _BOOT = """
-import json, sys, types
+import base64, json, marshal, sys, types
 given = json.loads(sys.stdin.buffer.readline())
-for name, text in given.pop('modules').items():
+for name, code in given.pop('modules').items():
   module = sys.modules[name] = types.ModuleType(name)
-  exec(compile(text, name, 'exec'), module.__dict__)
+  exec(marshal.loads(base64.b64decode(code)), module.__dict__)
   parent, _, leaf = name.rpartition('.')
   if parent:
     setattr(sys.modules[parent], leaf, module)
 module.main(given)
 """
-_MODULES = ('sandbox_launch', 'sandbox_calls', 'sandbox_worker')
+_MODULES = (
+  'sandbox_confine',
+  'sandbox_launch',
+  'sandbox_calls',
+  'sandbox_worker',
+)
 # User ids that the superuser's sandboxes draw from.
 _OWN_UIDS = range(300_000, 1_000_000)
 
@@ -121,6 +129,10 @@ def python(backend: str) -> str:
   return f'{_PYTHON}/bin/{pathlib.Path(_interpreter()).name}'
 
 
+def _worker(backend: str) -> list[str]:
+  return [python(backend), *_FLAGS, _BOOT]
+
+
 def environment(backend: str) -> dict[str, str]:
   """Every variable that a sandboxed program gets; none is the caller's."""
   prefix = _PYTHON if backend != 'rlimits' else sys.base_prefix
@@ -176,35 +188,38 @@ def _inner_uid(place: Place) -> int:
   return 1000 if place.uid is None else place.uid
 
 
-def _tail(backend: str, place: Place, limits: dict[str, int]) -> list[str]:
-  """The end of each command: confine, then serve."""
-  confine = {
+def confinement(
+  backend: str, place: Place, limits: dict[str, int]
+) -> dict[str, Any]:
+  """What the worker does to itself before it serves (sandbox_confine.py)."""
+  config = {
     'limits': limits,
     'uid': place.uid,
     'namespaces': backend != 'rlimits',
     'directory': directory(backend, place),
-    'environment': _with_home(backend, place),
   }
   if backend == 'rlimits':
-    confine['readable'] = [path for path, _ in _readable()] + ['/proc']
+    config['readable'] = [path for path, _ in _readable()] + ['/proc']
     devices = ('null', 'zero', 'full', 'random', 'urandom')
-    confine['writable'] = [str(place.work), *(f'/dev/{d}' for d in devices)]
-  program = [python(backend), *_FLAGS]
-  return [
-    *program,
-    source('sandbox_confine.py'),
-    json.dumps(confine),
-    *program,
-    _BOOT,
-  ]
+    config['writable'] = [str(place.work), *(f'/dev/{d}' for d in devices)]
+  return config
+
+
+@functools.cache
+def _modules() -> dict[str, str]:
+  """Compiled modules of a worker by name, in the order of their imports."""
+  texts = dict.fromkeys([__package__.partition('.')[0], __package__], '')
+  for name in _MODULES:
+    texts[f'{__package__}.{name}'] = source(f'{name}.py')
+  return {
+    name: base64.b64encode(marshal.dumps(compile(text, name, 'exec'))).decode()
+    for name, text in texts.items()
+  }
 
 
 def first_line(config: dict[str, Any]) -> bytes:
-  """What a worker reads first: its program and the limits of a call."""
-  modules = dict.fromkeys([__package__.partition('.')[0], __package__], '')
-  for name in _MODULES:
-    modules[f'{__package__}.{name}'] = source(f'{name}.py')
-  return json.dumps({**config, 'modules': modules}).encode() + b'\n'
+  """What a worker reads first: its program and its settings."""
+  return json.dumps({**config, 'modules': _modules()}).encode() + b'\n'
 
 
 def directory(backend: str, place: Place) -> str:
@@ -218,7 +233,7 @@ def _with_home(backend: str, place: Place) -> dict[str, str]:
   return {**environment(backend), 'HOME': home, 'TMPDIR': temporary}
 
 
-def bwrap(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
+def bwrap(place: Place, temporary: int) -> list[str]:
   """The command that starts a worker in bubblewrap."""
   path = shutil.which('bwrap')
   if path is None:
@@ -245,10 +260,10 @@ def bwrap(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
   for folder in ('/tmp', '/dev/shm'):
     command += ['--perms', '1777', *size, '--tmpfs', folder]
   command += ['--bind', str(place.work), WORK, '--remount-ro', '/', '--']
-  return command + _tail('bwrap', place, limits)
+  return [*command, *_worker('bwrap')]
 
 
-def unshare(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
+def unshare(place: Place, temporary: int) -> list[str]:
   """The command that starts a worker in namespaces of our own making."""
   root = place.base / 'root'
   root.mkdir(exist_ok=True)
@@ -262,16 +277,16 @@ def unshare(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
     'temporary_bytes': temporary,
     'environment': _with_home('unshare', place),
   }
-  return [*_launch(config), *_tail('unshare', place, limits)]
+  return [*_launch(config), *_worker('unshare')]
 
 
-def rlimits(place: Place, limits: dict[str, int], temporary: int) -> list[str]:
+def rlimits(place: Place, temporary: int) -> list[str]:
   """The command that starts a worker with limits and filters alone."""
   config = {
     'namespaces': False,
     'environment': _with_home('rlimits', place),
   }
-  return [*_launch(config), *_tail('rlimits', place, limits)]
+  return [*_launch(config), *_worker('rlimits')]
 
 
 def _launch(config: dict) -> list[str]:
@@ -317,7 +332,7 @@ def log_choice(name: str, provides: frozenset[str], missing: frozenset[str]):
 
 
 # Best first.
-BACKENDS: dict[str, Callable[[Place, dict[str, int], int], list[str]]] = {
+BACKENDS: dict[str, Callable[[Place, int], list[str]]] = {
   'bwrap': bwrap,
   'unshare': unshare,
   'rlimits': rlimits,

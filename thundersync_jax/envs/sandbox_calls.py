@@ -12,11 +12,12 @@ import json
 import linecache
 import os
 import resource
-import sqlite3
 import sys
 import threading
 import traceback
 import types
+
+from thundersync_jax.envs import sandbox_confine
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_DUMPABLE = 4
@@ -98,6 +99,8 @@ def grade(request: dict) -> int:
 
 def _deny(action: int, first: str | None, second: str | None, *_) -> int:
   """SQLite's authorizer: no other database, no extension, no switch."""
+  import sqlite3  # only where it is needed: it takes as long as the rest
+
   refused = action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH) or (
     action == sqlite3.SQLITE_FUNCTION and second == 'load_extension'
   )
@@ -118,6 +121,8 @@ _PRAGMAS = {
 
 def _statements(script: str) -> list[str]:
   """Cuts a script at the semicolons that end statements."""
+  import sqlite3
+
   found, start = [], 0
   for end, character in enumerate(script):
     if character == ';' and sqlite3.complete_statement(script[start : end + 1]):
@@ -128,6 +133,8 @@ def _statements(script: str) -> list[str]:
 
 def run_sqlite(request: dict) -> int:
   """Runs statements; prints the rows of the last one that has any."""
+  import sqlite3
+
   write = request['write']
   path = os.path.abspath(request['path']).replace('%', '%25')
   mode = 'rwc' if write else 'ro'
@@ -205,6 +212,8 @@ def serve(request: dict, output: int, results: int) -> None:
     sys.stderr = sys.stdout
     if request['kind'] != 'grade':  # a grader's memory stays its own
       _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    if not request['may_signal']:
+      sandbox_confine.refuse_signals()
     status = KINDS[request['kind']](request)
     sys.stdout.flush()
   except BaseException as error:

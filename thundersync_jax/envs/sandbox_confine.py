@@ -1,8 +1,6 @@
-"""Limits and filters that a sandboxed program cannot take off again.
+"""Limits and filters that a sandboxed process cannot take off again.
 
-Runs as a program of its own (standard library only, `python -c`): it confines
-itself by the JSON object in argv[1], then becomes the program in argv[2:].
-
+Runs inside, in the worker (standard library only), before any code of a model.
 Layers, in this order: resource limits; an unprivileged user; no new
 privileges; Landlock, which narrows the files that can be opened and the
 processes that can be signalled (Linux 5.13, signals 6.12); a system-call
@@ -11,12 +9,9 @@ filter, which refuses sockets, tracing, mounts and new namespaces.
 
 import contextlib
 import ctypes
-import json
 import os
-import platform
 import resource
 import struct
-import sys
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
@@ -78,12 +73,11 @@ def become(uid: int) -> None:
   os.setresuid(uid, uid, uid)
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(number: int) -> None:
   """Leaves a superuser, who has to stay one, with the rights of an owner."""
   for capability in range(64):
     _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # not all exist
   header = struct.pack('II', 0x20080522, 0)
-  number = _CAPSET[platform.machine()]
   _check(_LIBC.syscall(number, header, bytes(24)), 'capset')
 
 
@@ -95,7 +89,7 @@ def system_call_filter(machine: str, signals: bool) -> bytes | None:
   """The BPF program, or None for a machine whose numbers are not known.
 
   Args:
-    machine: as platform.machine() names it.
+    machine: as os.uname().machine names it.
     signals: whether programs may signal others; without, only nobody.
   """
   if machine not in _NUMBERS:
@@ -181,28 +175,40 @@ def restrict_files(readable: list[str], writable: list[str]) -> None:
   os.close(rules)
 
 
-def main() -> None:
-  config = json.loads(sys.argv[1])
+def refuse_signals() -> None:
+  """From now on this process signals nobody, not even its own children."""
+  program = system_call_filter(os.uname().machine, signals=False)
+  if program:
+    filter_system_calls(program)
+
+
+def confine(config: dict) -> bool:
+  """Confines this process (see sandbox_backends.confinement).
+
+  Returns:
+    Whether it can signal nothing outside. Where not, its children must not
+    signal at all (refuse_signals), while it has to: it ends them.
+
+  Raises:
+    OSError: if a layer that the kernel has cannot be put on.
+  """
   with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as f:
     f.write('1000')  # where memory runs out, this goes first
   limit_resources(config['limits'])
+  machine = os.uname().machine
   if config['uid'] is not None:
     become(config['uid'])
-  elif os.geteuid() == 0 and platform.machine() in _CAPSET:
-    drop_capabilities()
+  elif os.geteuid() == 0 and machine in _CAPSET:
+    drop_capabilities(_CAPSET[machine])
   _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'no_new_privs')
   os.chdir(config['directory'])  # its owner alone may enter
-  signals = True
+  reaches_inside_alone = config['namespaces'] or config['uid'] is not None
   if not config['namespaces']:
     version = landlock_version()
     if version:
       restrict_files(config['readable'], config['writable'])
-    signals = version >= 6
-  program = system_call_filter(platform.machine(), signals)
+    reaches_inside_alone |= version >= 6
+  program = system_call_filter(machine, signals=True)
   if program:
     filter_system_calls(program)
-  os.execve(sys.argv[2], sys.argv[2:], config['environment'])
-
-
-if __name__ == '__main__':
-  main()
+  return reaches_inside_alone

@@ -10,6 +10,7 @@ Each request has 'kind', one of sandbox_calls.KINDS, and what that needs.
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -18,7 +19,11 @@ import signal
 import sys
 import time
 
-from thundersync_jax.envs import sandbox_calls, sandbox_launch
+from thundersync_jax.envs import (
+  sandbox_calls,
+  sandbox_confine,
+  sandbox_launch,
+)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -192,13 +197,16 @@ def _memory(pid: int) -> int:
 
 
 def main(common: dict) -> None:
+  """Confines this process, then serves until the host hangs up."""
+  confinement = common.pop('confinement')
+  common['may_signal'] = sandbox_confine.confine(confinement)
   _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child reads this memory
   _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
   for number in (signal.SIGINT, signal.SIGPIPE):
     signal.signal(number, signal.SIG_DFL)
   # kill(-1) is for a process table, or a user, that is this sandbox's alone.
   common['own_processes'] = os.getpid() == 1 or (
-    common['uid'] is not None and os.getuid() == common['uid']
+    confinement['uid'] is not None and os.getuid() == confinement['uid']
   )
   replies = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -206,7 +214,10 @@ def main(common: dict) -> None:
   crowded = False
   for line in sys.stdin.buffer:
     try:
-      call = _Call({**common, **json.loads(line)}, crowded)
+      request = {**common, **json.loads(line)}
+      if request['kind'] == 'sqlite':
+        importlib.import_module('sqlite3')  # slow: once, for all its children
+      call = _Call(request, crowded)
       call.watch()
       answer = call.reply()
       crowded = answer['stopped'] == 'disk'
