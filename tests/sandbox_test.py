@@ -389,20 +389,3 @@ def test_a_call_under_way_ends_with_the_sandbox(box):
   box.close()
   fcntl.flock(keep, fcntl.LOCK_EX | fcntl.LOCK_NB)
   os.close(keep)
-
-
-def test_a_dead_worker_is_replaced(box):
-  box.write_file('kept.txt', 'kept')
-  assert still_works(box)
-  os.killpg(box._workers[0]._process.pid, signal.SIGKILL)
-  result = box.run_python('print(1)')
-  assert result.stopped == 'lost' and 'files are kept' in result.output
-  assert box.run_shell('cat kept.txt').output == 'kept'
-
-
-def test_a_deep_or_locked_folder_is_deleted(box):
-  code = 'import os\nfor _ in range(1100):\n  os.mkdir("d")\n  os.chdir("d")'
-  box.run_python(code + '\nopen("x", "w")\nos.chmod(".", 0)')
-  assert box.list_files() == []
-  box.close()
-  assert not box.host_directory.parent.exists()
