@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
+from absl import logging
 
 from thundersync_jax import assembly, defaults, replay, train_rl
 from thundersync_jax.runs import critical_path, plots, traces
@@ -285,12 +286,17 @@ def race(
   first.play(1, timed=False)
   first.play(2)
   wait_s *= wait_for(first.trace(), workload)
+  logging.info('mean wait of %s: %.3f s', method, wait_s)
   first.close()
   found = {name: contestant(name) for name in METHODS[method]}
-  for _ in range(blocks):
-    for runner in found.values():
+  for block in range(blocks):
+    for name, runner in found.items():
       runner.play(1, timed=False)
       runner.play(steps)
+      took = [f'{m.times.seconds:.2f}' for m in runner.measured[-steps:]]
+      logging.info(
+        'block %d of %d, %s %s: %s s', block + 1, blocks, method, name, took
+      )
   for runner in found.values():
     runner.close()
   return found
