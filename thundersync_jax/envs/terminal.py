@@ -2,9 +2,9 @@
 
 The model writes a command a turn (```bash ... ```, or a tool-call tag), reads
 what it printed, and ends by saying done. A script then compares the directory
-with the wanted state, in a fresh sandbox: reward 1 if all of it is there and
-nothing else has changed, else 0. Tasks are generated: fourteen kinds, each in
-many thousands of trees.
+with the wanted state, in a fresh sandbox: reward 1 if all of it is there and no
+other file of the task has changed, else 0. Tasks are generated: fourteen kinds,
+each in many thousands of trees.
 """
 
 import dataclasses
@@ -82,6 +82,13 @@ import os
 def words(text):
   return text.strip().replace('./', '').split()
 
+def same(found, text):
+  if len(words(text)) == 1 and words(found) == words(text):
+    return True
+  return [line.split() for line in found.strip().splitlines()] == [
+    line.split() for line in text.strip().splitlines()
+  ]
+
 def grade():
   for path in ABSENT:
     if os.path.lexists(path):
@@ -90,11 +97,8 @@ def grade():
     if not os.path.isfile(path):
       return f'{path} is missing'
     with open(path, errors='replace') as file:
-      found = file.read()
-    if [line.split() for line in found.strip().splitlines()] != [
-      line.split() for line in text.strip().splitlines()
-    ] and words(found) != words(text) * (len(words(text)) == 1):
-      return f'{path} differs'
+      if not same(file.read(), text):
+        return f'{path} differs'
   return ''
 """
 
