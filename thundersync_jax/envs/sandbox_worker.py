@@ -172,14 +172,19 @@ def over_disk(request: dict) -> str | None:
   """'disk' if the working directory holds too much; looks at no more."""
   size, count, folders = 0, 0, [request['directory']]
   while folders:
-    with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-      for entry in entries:
-        count += 1
-        size += entry.stat(follow_symlinks=False).st_blocks * 512
-        if entry.is_dir(follow_symlinks=False):
-          folders.append(entry.path)
-        if size > request['disk_bytes'] or count > request['max_files']:
-          return 'disk'
+    try:
+      with os.scandir(folders.pop()) as entries:
+        for entry in entries:
+          count += 1
+          size += entry.stat(follow_symlinks=False).st_blocks * 512
+          if entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
+          if size > request['disk_bytes'] or count > request['max_files']:
+            return 'disk'
+    except (FileNotFoundError, NotADirectoryError):
+      continue  # it has gone meanwhile
+    except OSError:
+      return 'disk'  # locked, or too deep: it may hold anything
   return None
 
 
