@@ -101,8 +101,8 @@ def make(
       timeline=timeline,
     )
   teacher = load_teacher(config, loaded, meshes)
-  granularity = assembly.plan(config).granularity
-  plans = _plans(config, granularity)
+  plan = assembly.plan(config)
+  plans = _plans(config, plan.granularity)
   limits, shapes = sizes(config)
   device = turn_device.Device(
     learner, loss(config), teacher, limits, shapes, plans, params
@@ -120,10 +120,11 @@ def make(
     turn_plans.Planner(
       config.distill.plan, costs(loaded.config, teacher.config), plans
     ),
-    granularity=granularity,
+    granularity=plan.granularity,
     pad_id=pad_id,
     score_track=config.distill.teacher_on,
     timeline=timeline,
+    max_in_flight=plan.max_in_flight,
   )
 
 

@@ -299,7 +299,7 @@ def fit(
     first = pieces[0]
     raise ValueError(
       f'a piece of {len(first.tokens)} tokens at {first.start} fits none of '
-      f'the shapes {list(shapes)}: raise distill.prefix_tokens'
+      f'the shapes {list(shapes)}: raise distill.start_tokens'
     )
   return best[1:]
 
