@@ -195,6 +195,10 @@ def test_what_an_environment_hands_over_may_be_anything():
     (Says(step=(1.0, True)), 'Says.step: TypeError: returned tuple'),
     (Says(step=base.EnvStep(robot, 0.0, False)), "role 'robot' is none of"),
     (Says(step=base.EnvStep(None, 0.0, False)), 'Says.step: TypeError'),
+    (
+      Says(step=base.EnvStep(lazy(), 0.0, False)),
+      'Says.step: TypeError: .* gen',
+    ),
     (Says(messages=robot), "Says.reset: ValueError: role 'robot'"),
     (Says(messages=5), 'Says.reset: TypeError'),
     (Says(messages=lazy()), 'Says.reset: TypeError: .* generator'),

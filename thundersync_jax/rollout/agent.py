@@ -307,10 +307,9 @@ class Agent:
       return
     live = self._live.get((prompt_id, member))
     going = live is not None and live.in_engine
-    done = outcome.error is not None or getattr(outcome.value, 'done', True)
     self._timeline.span(
       'environment',
-      'tool' if going and not done else 'grading',
+      'tool' if going and _goes_on(outcome.value) else 'grading',
       outcome.ended - outcome.seconds,
       outcome.ended,
       prompt_id=prompt_id,
@@ -321,3 +320,11 @@ class Agent:
   def _check_closed(self, outcome) -> None:
     if outcome.error is not None:
       self.failures[f'close: {outcome.error}'] += 1
+
+
+def _goes_on(answer: Any) -> bool:
+  """Whether an answer, which may be anything, asks for another turn."""
+  try:
+    return not answer.done
+  except _NONSENSE:
+    return False

@@ -87,9 +87,7 @@ class Live:
     Raises:
       TypeError, ValueError: what reset returned makes none.
     """
-    if not isinstance(messages, (list, tuple)):  # nothing lazy runs here
-      kind = type(messages).__name__
-      raise TypeError(f'returned {kind}, not a list of messages')
+    _check_list(messages)
     prompt = self.conversation.open(messages)
     if not len(prompt):
       raise ValueError(f'the messages {messages} make no prompt token')
@@ -108,7 +106,12 @@ class Live:
     return self.conversation.say(ended.tokens)
 
   def continuation(self, messages: Any) -> conversation_lib.Continuation:
-    """What comes behind the ended turn; see Conversation.hear."""
+    """What comes behind the ended turn; see Conversation.hear.
+
+    Raises:
+      TypeError, ValueError: the messages are none.
+    """
+    _check_list(messages)
     stopped = self.ended.finish_reason == 'stop'
     return self.conversation.hear(messages, stopped)
 
@@ -151,3 +154,9 @@ class Live:
     turns = self.trajectory.turns
     turns = (*(turns[:-1] if replace else turns), turn)
     self.trajectory = dataclasses.replace(self.trajectory, turns=turns)
+
+
+def _check_list(messages) -> None:
+  if not isinstance(messages, (list, tuple)):  # nothing lazy runs here
+    kind = type(messages).__name__
+    raise TypeError(f'returned {kind}, not a list of messages')
