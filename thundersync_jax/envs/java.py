@@ -81,16 +81,20 @@ class _Process:
       '-XX:+UseSerialGC',  # one thread, little memory
       '-XX:TieredStopAtLevel=1',  # starts faster
     ]
-    port, self._child = py4j.launch_gateway(
+    port, token, self._child = py4j.launch_gateway(
       classpath=jar,
       cwd=folder,
       javaopts=options,
       die_on_exit=True,
+      enable_auth=True,  # its port is open to every user of the machine
       return_proc=True,
     )
     self._gateway = py4j.JavaGateway(
       gateway_parameters=py4j.GatewayParameters(
-        port=port, auto_field=True, read_timeout=_CALL_LIMIT_S
+        port=port,
+        auth_token=token,
+        auto_field=True,
+        read_timeout=_CALL_LIMIT_S,
       ),
       java_process=self._child,
     )
