@@ -222,10 +222,10 @@ def sizes(config: ConfigDict) -> tuple[turn_pieces.Limits, turn_device.Shapes]:
       for start in starts
     ),
   )
-  ahead = 1 + assembly.max_staleness(config)
   limits = turn_pieces.Limits(
     max_open=block.max_open,
-    max_prompts=min(block.max_open, ahead * rollout.prompts_per_step),
+    # Of the step at hand: those of later steps have no row.
+    max_prompts=min(block.max_open, rollout.prompts_per_step),
     feed_tokens=max(feed),
     feed_targets=turn,
     unwind_tokens=max(unwind),
