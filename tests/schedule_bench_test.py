@@ -162,6 +162,8 @@ def test_costs_of_spans_by_hand():
       span('decode', 4, 5),
       span('prefill', 0, 2),
       *(span('gradient', 0, end, **shape) for end in (1, 2, 9)),
+      span('score', 0, 1, **shape),
+      timeline.Span('rollout', 'score', 0, 50, shape),
       span('barrier', 0, 1),
       span('publish', 0, 4),
     ],
@@ -174,7 +176,7 @@ def test_costs_of_spans_by_hand():
     extend_s=0.0,
     barrier_s=0.5,
     publish_s=2.0,
-    gradients=(traces.GradientCost(1, 8, 4, 1, 2),),
+    gradients=(traces.GradientCost(1, 8, 4, 1, 2 + 1),),
   )
 
 

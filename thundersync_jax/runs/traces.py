@@ -93,7 +93,8 @@ class Costs:
     decode_s: one decode step of all slots.
     prefill_s, extend_s: one program.
     barrier_s, publish_s: a step.
-    gradients: of each shape and number of sinks.
+    gradients: of each shape and number of sinks, and what a teacher takes of
+      the learner's time before them.
   """
 
   decode_s: float
@@ -232,13 +233,14 @@ def costs(
   that they decoded.
   """
   by_name = collections.defaultdict(list)
-  gradients = collections.defaultdict(list)
+  gradients = collections.defaultdict(lambda: collections.defaultdict(list))
   for span in spans:
     took = span.end - span.start
     by_name[span.name].append(took)
-    if span.name == 'gradient' and 'rows' in span.args:
+    scores = span.name == 'score' and span.track == 'learner'
+    if (scores or span.name == 'gradient') and 'rows' in span.args:
       shape = [span.args[k] for k in ('rows', 'tokens', 'targets', 'sinks')]
-      gradients[tuple(shape)].append(took)
+      gradients[tuple(shape)][span.name].append(took)
   return Costs(
     decode_s=sum(by_name['decode']) / max(decode_steps, 1),
     prefill_s=_median(by_name['prefill']),
@@ -246,7 +248,7 @@ def costs(
     barrier_s=sum(by_name['barrier']) / steps,
     publish_s=sum(by_name['publish']) / steps,
     gradients=tuple(
-      GradientCost(*shape, _median(took))
+      GradientCost(*shape, sum(map(_median, took.values())))
       for shape, took in sorted(gradients.items())
     ),
   )
