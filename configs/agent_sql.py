@@ -14,8 +14,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'agent_sql.py:{arg} does not exist: use nothing')
   c = defaults.config()
-  c.steps = 20
-  c.checkpoint_every_steps = 5
+  c.steps = 14
+  c.checkpoint_every_steps = 7
+  c.export_dir = 'runs/agent_sql/model'  # teacher of opd_agent.py
 
   c.task.family = 'sql'
   c.task.args.levels = (1, 2, 3)
@@ -27,8 +28,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.sft.demonstrations = 80
   c.sft.batch = 16
   c.sft.learning_rate = 5e-5
-  
-  c.rollout.prompts_per_step = 8
+  c.rollout.prompts_per_step = 4
   c.rollout.group_size = 8
   c.rollout.slots = 32
   c.rollout.chunk = 4
@@ -40,15 +40,17 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rollout.prompt_buckets = (32, 72)
   c.rollout.cache_buckets = (192,)
 
+  c.stream.granularity = 'group'  # on two cores compute is what is scarce
+
   c.learner.rows = (1, 2)
   c.learner.row_tokens = (128, 352)
   c.learner.row_targets = (64, 208)
 
-  c.optimizer.learning_rate = 2e-5
+  c.optimizer.learning_rate = 1e-5
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'
-  c.eval.prompts = 64
+  c.eval.prompts = 60
 
   c.lock()
   return c

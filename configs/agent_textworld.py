@@ -1,7 +1,10 @@
-"""A small model learns to find the coin in houses of TextWorld-Express.
+"""SmolLM2-135M learns to do what Simon says, a game of TextWorld-Express.
 
+  pip install -e '.[quickstart,agents]'
   python experiments/train_rl.py --config=configs/agent_textworld.py \
     --workdir=runs/agent_textworld
+
+Needs Java (default-jre-headless).
 """
 
 import ml_collections
@@ -14,59 +17,49 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'agent_textworld.py:{arg} does not exist: use nothing')
   c = defaults.config()
-  c.steps = 40
-  c.checkpoint_every_steps = 20
+  c.steps = 12
+  c.checkpoint_every_steps = 6
 
-  c.model.new = {
-    'embed_dim': 128,
-    'mlp_dim': 384,
-    'num_layers': 4,
-    'num_heads': 2,
-    'num_kv_heads': 2,
-    'head_dim': 64,
-  }
+  c.model.compute_dtype = 'bfloat16'
 
   c.task.family = 'textworld'
-  c.task.args.game = 'coin'
-  c.task.args.game_args = {
-    'numLocations': 6,
-    'includeDoors': 0,
-    'numDistractorItems': 0,
-  }
-  c.task.args.max_turns = 8
-  c.task.args.reward = 'success'
+  c.task.args.game = 'simonsays'
+  c.task.args.game_args = {'gameLength': 4}
+  c.task.args.max_turns = 4
   c.task.args.actions = False
-  c.task.train_prompts = 1200
-  c.task.validation_prompts = 100
-  c.task.test_prompts = 100
+  c.task.train_prompts = 500
+  c.task.validation_prompts = 60
+  c.task.test_prompts = 60
 
-  c.sft.steps = 100
-  c.sft.demonstrations = 600
+  c.sft.steps = 3
+  c.sft.demonstrations = 48
   c.sft.batch = 16
-  c.sft.learning_rate = 2e-3
-  c.sft.warmup_steps = 10
+  c.sft.learning_rate = 5e-5
 
-  c.rollout.prompts_per_step = 8
+  c.rollout.prompts_per_step = 4
   c.rollout.group_size = 8
   c.rollout.slots = 32
-  c.rollout.chunk = 2
+  c.rollout.chunk = 3
+  c.rollout.weights_dtype = 'bfloat16'
   c.rollout.max_prompt_tokens = 64
   c.rollout.max_turn_tokens = 8
-  c.rollout.max_trajectory_tokens = 64
-  c.rollout.max_turns = 8
-  c.rollout.max_context = 320
-  c.rollout.prompt_buckets = (40, 64)
-  c.rollout.cache_buckets = (320,)
+  c.rollout.max_trajectory_tokens = 32
+  c.rollout.max_turns = 4
+  c.rollout.max_context = 224
+  c.rollout.prompt_buckets = (32, 64)
+  c.rollout.cache_buckets = (224,)
 
-  c.learner.rows = (1, 4)
-  c.learner.row_tokens = (512,)
-  c.learner.row_targets = (80,)
+  c.stream.affine_sums = True  # a reward for each right answer
 
-  c.optimizer.learning_rate = 5e-4
+  c.learner.rows = (1, 2)
+  c.learner.row_tokens = (224, 448)
+  c.learner.row_targets = (64, 128)
+
+  c.optimizer.learning_rate = 3e-5
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'
-  c.eval.prompts = 100
+  c.eval.prompts = 60
 
   c.lock()
   return c

@@ -64,6 +64,7 @@ class Run:
   learner: learner_lib.Learner
   publish: Callable[[Tree], Tree]
   warm_start: dict[str, Any]  # summary of train_sft, if there was one
+  scores: dict[str, dict[str, Any]]  # of its evaluation
   stream: streams.Stream | None = None
   ref_params: Tree | None = None
   admitted: int = 0  # steps whose prompts have been submitted
@@ -121,10 +122,12 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
   # --- Model and prompts ---------------------------------------------------
   loaded = assembly.model(config)
   prompts = assembly.prompts(config, directory / 'prompts')
-  warm_start = {}
+  warm_start, scores = {}, {}
   if config.sft.steps:
     warm = train_sft.train(config, directory / 'sft', loaded)
     loaded, warm_start = warm.loaded, warm.summary
+    if 'after' in warm.scores:
+      scores['before'] = warm.scores['after']
   # --- Rollout -------------------------------------------------------------
   block = config.rollout
   # Trajectories of the training may be under way during an evaluation, so each
@@ -151,6 +154,7 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
     learner,
     publish,
     warm_start=warm_start,
+    scores=scores,
   )
 
 
@@ -180,8 +184,8 @@ def _train(
   run.evaluator.engine.publish(weights, first)
   warm_up(run, state)
   # --- Evaluate before -----------------------------------------------------
-  scores = counters.get('scores', {})
-  if first == 0 and config.eval.prompts:
+  scores = counters.get('scores', run.scores)
+  if first == 0 and config.eval.prompts and not scores:
     scores['before'] = evaluate_weights(run, 0)
   # --- Steps ---------------------------------------------------------------
   with metrics.Metrics(directory, first) as writer:
@@ -209,13 +213,8 @@ def _train(
   # --- Report --------------------------------------------------------------
   total_s = time.perf_counter() - started
   granularity = assembly.plan(config).granularity
-  summary = report.summary(
-    directory,
-    config,
-    {'granularity': granularity, 'warm_start': run.warm_start},
-    scores,
-    total_s,
-  )
+  facts = {'granularity': granularity, 'warm_start': run.warm_start}
+  summary = report.summary(directory, config, facts, scores, total_s)
   if run.timeline.steps():
     run.timeline.save(directory / 'timeline.json')
     plots.plot_timeline(run.timeline, directory / 'timeline.png')

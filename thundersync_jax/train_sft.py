@@ -38,10 +38,17 @@ _TOKEN_MEAN = aggregation.AGGREGATIONS['token']
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """The model with its new weights on the host, and the run's summary."""
+  """What a run hands back.
+
+  Attributes:
+    loaded: the model with its new weights, on the host.
+    summary: of the run.
+    scores: of the evaluations 'before' and 'after'; empty without any.
+  """
 
   loaded: pretrained.Pretrained
   summary: dict[str, Any]
+  scores: dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -129,7 +136,7 @@ def _train(run: _Run) -> Result:
     return _result(run, state, scores, counters['seconds'])
   # --- Evaluate before, and play the gold paths ----------------------------
   started = time.perf_counter() - counters['seconds']
-  if first == 0:
+  if first == 0 and config.eval.prompts:
     scores['before'] = _evaluate(run, state)
   gold = _demonstrations(run)
   # --- Steps ---------------------------------------------------------------
@@ -139,7 +146,7 @@ def _train(run: _Run) -> Result:
     for step in range(first, config.sft.steps):
       state, values = _step(run, state, batch_of(config, gold, step))
       done = step + 1
-      if done == config.sft.steps:
+      if done == config.sft.steps and config.eval.prompts:
         scores['after'] = _evaluate(run, state)
         values |= report.evaluation(scores['after'])
       writer.write(step, values)
@@ -217,8 +224,6 @@ def _step(run: _Run, state, batch: list[Trajectory]):
 
 def _evaluate(run: _Run, state) -> dict[str, float]:
   config, step = run.config, int(state.step)
-  if not config.eval.prompts:
-    return {}
   run.evaluator.engine.publish(run.publish(state.params), step)
   return evaluate.held_out(
     run.evaluator,
@@ -237,7 +242,7 @@ def _result(run: _Run, state, scores, seconds: float) -> Result:
     'time/total_s': seconds,
   }
   for when, values in scores.items():
-    if values:
-      facts |= report.evaluation(values, f'_{when}')
+    facts |= report.evaluation(values, f'_{when}')
   summary = metrics.write_summary(run.directory, facts)
-  return Result(dataclasses.replace(run.loaded, params=params), summary)
+  model = dataclasses.replace(run.loaded, params=params)
+  return Result(model, summary, scores)
