@@ -106,7 +106,7 @@ def _ending(reply: dict[str, Any], limits: Limits) -> str:
     'memory': f'it used more than {limits.memory_bytes // _MIB} MiB of memory',
     'output': f'it printed more than {limits.output_bytes} bytes',
     'disk': f'its files passed {limits.disk_bytes // _MIB} MiB or '
-    f'{limits.max_files} files, or a folder cannot be listed; delete some',
+    f'{limits.max_files} files, or lie too deep; delete some',
     'lost': 'the tool died and was started again; files are kept',
   }
   stopped, status = reply['stopped'], reply['status']
