@@ -48,8 +48,8 @@ class Workload:
   turn_tokens: int = 4
   sigma: float = 1.0
   balance: float = 1.0
-  width: int = 192
-  layers: int = 4
+  width: int = 128
+  layers: int = 2
 
 
 WORKLOADS = {
