@@ -140,17 +140,21 @@ for number in range(100):
   assert not alive(box) and still_works(box)
 
 
-def test_disk_bomb(box):
-  code = (
-    HOLD + 'for i in range(10 ** 6):\n  open(f"{i}", "w").write("x" * 9999)'
-  )
-  result = box.run_python(code)
+@pytest.mark.parametrize('hide', ['', 'os.chmod(".", 0o300)'])
+def test_disk_bomb(box, hide):
+  bomb = 'for i in range(10 ** 6):\n  open(f"{i}", "w").write("x" * 9999)'
+  result = box.run_python(f'{HOLD}{hide}\n{bomb}')
   assert result.stopped == 'disk' and 'its files passed 4 MiB' in result.output
   used = subprocess.check_output(['du', '-sm', str(box.host_directory)])
   assert int(used.split()[0]) < 400
   assert not alive(box)
   box.run_shell('rm -rf *')
   assert still_works(box)
+
+
+def test_files_too_deep_to_count(box):
+  code = '[os.mkdir("d" * 200) or os.chdir("d" * 200) for _ in range(25)]'
+  assert box.run_python(HOLD + code).stopped == 'disk'
 
 
 def test_endless_loop_on_the_wall_clock(short_box):
