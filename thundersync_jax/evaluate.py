@@ -130,7 +130,8 @@ def held_out(
   )
   logging.info('step %d: held-out accuracy %.3f', step, result.accuracy)
   seconds = time.perf_counter() - start
-  scores = {'prompts': count, 'k': block.k, 'seconds': seconds}
+  scores = {'fold': block.fold, 'prompts': count, 'k': block.k}
+  scores['seconds'] = seconds
   return dataclasses.asdict(result) | scores
 
 

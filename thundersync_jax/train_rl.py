@@ -126,8 +126,9 @@ def set_up(config: ConfigDict, directory: pathlib.Path) -> Run:
   if config.sft.steps:
     warm = train_sft.train(config, directory / 'sft', loaded)
     loaded, warm_start = warm.loaded, warm.summary
-    if 'after' in warm.scores:
-      scores['before'] = warm.scores['after']
+    after = warm.scores.get('after')
+    if after and after['fold'] == config.eval.fold:
+      scores['before'] = after
   # --- Rollout -------------------------------------------------------------
   block = config.rollout
   # Trajectories of the training may be under way during an evaluation, so each

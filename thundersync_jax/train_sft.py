@@ -127,7 +127,7 @@ def _train(run: _Run) -> Result:
   saved = checkpoints.Checkpoints(run.directory / 'checkpoints', 1)
   state = run.learner.init_state(run.loaded.params)
   restored = saved.restore(state)
-  counters = {'scores': {}, 'seconds': 0.0}
+  counters = {'scores': {}, 'seconds': 0.0, 'prompt_ids': []}
   if restored is not None:
     state, counters = restored.state, restored.counters
   first, scores = int(state.step), counters['scores']
@@ -138,7 +138,8 @@ def _train(run: _Run) -> Result:
   started = time.perf_counter() - counters['seconds']
   if first == 0 and config.eval.prompts:
     scores['before'] = _evaluate(run, state)
-  gold = _demonstrations(run)
+  gold = _demonstrations(run, counters['prompt_ids'])
+  kept = [trajectory.prompt_id for trajectory in gold]
   # --- Steps ---------------------------------------------------------------
   run.learner.warm_up(state, None, [('batch',)])
   with metrics.Metrics(run.directory, first) as writer:
@@ -153,27 +154,46 @@ def _train(run: _Run) -> Result:
       every = config.checkpoint_every_steps
       if done == config.sft.steps or (every and done % every == 0):
         seconds = time.perf_counter() - started
-        saved.save(done, state, {'scores': scores, 'seconds': seconds})
+        counters = {'scores': scores, 'seconds': seconds, 'prompt_ids': kept}
+        saved.save(done, state, counters)
       bar.update(step, values)
     bar.close()
   return _result(run, state, scores, time.perf_counter() - started)
 
 
-def _demonstrations(run: _Run) -> list[Trajectory]:
-  """Gold paths of the first prompts of the training fold."""
+def _demonstrations(run: _Run, kept: list[int]) -> list[Trajectory]:
+  """Gold paths of the first prompts of the training fold.
+
+  Args:
+    run: its parts.
+    kept: prompt_ids whose gold paths were solved before a resume; () at first.
+
+  Raises:
+    ValueError: one of `kept` is not solved now, so the run would go on
+      differently.
+  """
   config = run.config
   recorder = demonstrations.Recorder(
     run.loaded.tokenizer,
     assembly.environment(config),
     config.rollout.max_context,
   )
-  count = min(config.sft.demonstrations, len(run.prompts['train']))
-  prompts = [run.prompts['train'][i] for i in range(count)]
+  prompts = run.prompts['train']
+  count = min(config.sft.demonstrations, len(prompts))
+  chosen = [prompts[i] for i in range(count)]
+  if kept:
+    chosen = [prompt for prompt in chosen if prompt.prompt_id in set(kept)]
   # A pool of its own: the evaluator's may still hand over answers.
   block = config.rollout
   pool = worker_pool.WorkerPool(block.env_workers, block.env_timeout_s)
   with contextlib.closing(pool):
-    return demonstrations.record(recorder, prompts, pool, config.eval.solved)
+    gold = demonstrations.record(recorder, chosen, pool, config.eval.solved)
+  if kept and len(gold) < len(kept):
+    raise ValueError(
+      f'{len(kept) - len(gold)} of {len(kept)} gold paths that the run began '
+      'with are not solved now: resume again, or choose another --workdir'
+    )
+  return gold
 
 
 def batch_of(

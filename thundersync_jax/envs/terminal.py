@@ -171,7 +171,10 @@ class TerminalEnvironment:
     code = f'WANTED = {wanted!r}\nABSENT = {absent!r}\n{_GRADER}'
     with self._pool.take() as judge:
       judge.copy_from(self._box)
-      return float(judge.grade(code).value == '')
+      verdict = judge.grade(code)
+    if verdict.stopped in ('lost', 'time'):  # no word on what the model did
+      raise RuntimeError(f'the grader was stopped: {verdict.stopped}')
+    return float(verdict.value == '')
 
 
 def make(**args: Any) -> TerminalEnvironment:

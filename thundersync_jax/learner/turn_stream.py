@@ -144,7 +144,9 @@ class TurnStream:
     self._open_groups()
     for trajectory in self.queue.arrivals():
       self.ledger.ended(trajectory)
-      self._planner.ended(trajectory)
+      # One that a limit ended comes again with its reward.
+      if trajectory.reward is not None or trajectory.failure is not None:
+        self._planner.ended(trajectory)
       self._time_turn(trajectory, None)
     return self.queue.drain()
 

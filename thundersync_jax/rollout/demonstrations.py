@@ -40,12 +40,12 @@ class Recorder:
       ValueError: the environment has no gold path, or it is too long.
     """
     environment = self.make_environment()
-    if not hasattr(environment, 'demonstrate'):
-      raise ValueError(
-        f'{type(environment).__name__} has no demonstrate(): no gold path to '
-        'imitate'
-      )
     try:
+      if not hasattr(environment, 'demonstrate'):
+        raise ValueError(
+          f'{type(environment).__name__} has no demonstrate(): no gold path to '
+          'imitate'
+        )
       return self._play(environment, prompt)
     finally:
       environment.close()
