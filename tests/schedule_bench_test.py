@@ -117,6 +117,7 @@ def made_up(waits, gradient_s=0.5):
       'extend_tokens': 8,
       'workers': 8,
       'max_open_groups': 4,
+      'rewards': True,
     },
     traces.Costs(
       0.01, 0, 0, 0, 0, (traces.GradientCost(1, 16, 4, 1, gradient_s),)
@@ -149,6 +150,19 @@ def test_a_prediction_by_hand():
   assert sync['error'] == pytest.approx(0.02)
   assert streamed['predicted_s'] == pytest.approx(1.54)
   assert streamed['measured_s'] == pytest.approx(1.55)
+
+
+def test_a_prediction_with_a_teacher_by_hand():
+  trace = made_up([0.1, 1.0])
+  trace = dataclasses.replace(
+    trace,
+    settings=trace.settings | {'rewards': False},
+    measured={'sync': [2.0], 'thundersync_turn': [3.0]},
+  )
+  # No advantage is 0, and no seconds of a turn are known.
+  (sync,) = replay.predict(trace)
+  assert sync['schedule'] == 'sync'
+  assert sync['predicted_s'] == pytest.approx(2.04)
 
 
 def test_costs_of_spans_by_hand():

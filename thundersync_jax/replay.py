@@ -46,6 +46,17 @@ def play(
   return simulate.simulate(trajectories, engine, learner, schedule)
 
 
+def schedules(trace: traces.Trace) -> dict[str, simulate.Schedule]:
+  """Those that the trace of a synchronous run foretells, by name.
+
+  A trace with a teacher holds no seconds of the programs of single turns.
+  """
+  if trace.settings['rewards']:
+    return simulate.SCHEDULES
+  known = simulate.DISTILLED.items()
+  return {name: s for name, s in known if s.granularity != 'turn'}
+
+
 def scaled(
   times: traces.TrajectoryTimes, scale: float
 ) -> traces.TrajectoryTimes:
@@ -92,12 +103,16 @@ def _lengths(played: virtual_learner.Played) -> Trajectory:
 def predict(trace: traces.Trace) -> list[dict[str, Any]]:
   """A line a schedule that was measured beside the trace: seconds of a step.
 
-  Both figures are medians over the timed steps.
+  Both figures are medians over the timed steps. What the trace does not
+  foretell (see schedules) has no line.
   """
+  known = schedules(trace)
   timed = [step.step for step in trace.steps]
   lines = []
   for name, measured in trace.measured.items():
-    steps = play(trace, simulate.SCHEDULES[name])
+    if name not in known:
+      continue
+    steps = play(trace, known[name])
     predicted = statistics.median(steps[i].seconds for i in timed)
     measured_s = statistics.median(measured)
     lines.append(

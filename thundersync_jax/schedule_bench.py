@@ -20,7 +20,6 @@ from absl import logging
 
 from thundersync_jax import assembly, defaults, replay, train_rl
 from thundersync_jax.runs import critical_path, plots, traces
-from thundersync_jax.streaming import simulate
 from thundersync_jax.types import Trajectory
 
 
@@ -146,6 +145,9 @@ def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
   c.distill.rows = (1,)
   c.distill.feed_tokens = (assembly.round_up(turn),)
   c.distill.start_tokens = (context,)
+  # One program for prompts and for what goes back: compiling costs more than
+  # a launch more.
+  c.distill.unwind_tokens = (assembly.round_up(prompt),)
   c.optimizer.learning_rate = 1e-7  # all schedules sample the same tokens
   return c
 
@@ -216,6 +218,7 @@ class Contestant:
       'extend_rows': c.rollout.extend_rows,
       'workers': c.rollout.env_workers,
       'max_open_groups': c.stream.max_open_groups,
+      'rewards': not c.distill.teacher,
     }
     granularity = assembly.plan(c).granularity
     return self._recorder.trace(c.schedule, granularity, settings)
@@ -361,8 +364,10 @@ def wait_for(trace: traces.Trace, workload: Workload) -> float:
     How often the waits of the trace that is.
   """
 
+  sync = replay.schedules(trace)['sync']
+
   def excess(scale):
-    steps = replay.play(trace, simulate.SCHEDULES['sync'], scale)
+    steps = replay.play(trace, sync, scale)
     learner = [(1 - s.learner_idle) * s.seconds for s in steps]
     rollout = [s.seconds for s in steps] - np.array(learner)
     return np.median(rollout) - workload.balance * np.median(learner)
