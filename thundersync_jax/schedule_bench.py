@@ -38,12 +38,12 @@ class Workload:
     width, layers: of the model.
   """
 
-  prompts: int = 4
+  prompts: int = 8
   group: int = 8
-  slots: int = 32
-  prompt_letters: int = 64
-  answer_letters: int = 48
-  turns: int = 4
+  slots: int = 64
+  prompt_letters: int = 256
+  answer_letters: int = 16
+  turns: int = 3
   turn_tokens: int = 4
   sigma: float = 1.0
   balance: float = 1.0
@@ -52,12 +52,13 @@ class Workload:
 
 
 WORKLOADS = {
-  # Many turns, tools with a heavy tail: rollout and learner are alike.
+  # Tools with a heavy tail. A group shares its long prompt in the rollout, so
+  # that waits, not programs, make it as long as the learner.
   'tools': Workload(),
   # One turn and a slow grader.
-  'grader': Workload(prompt_letters=128, turns=1, turn_tokens=16, sigma=0.5),
-  # Long trajectories and quick tools: the learner is the limit.
-  'learner': Workload(answer_letters=96, balance=0.6),
+  'grader': Workload(prompts=4, slots=32, turns=1, turn_tokens=16, sigma=0.5),
+  # Long answers of quick tools: the learner is the limit.
+  'learner': Workload(prompts=4, slots=32, answer_letters=64, balance=0.6),
   # Seconds, on any machine.
   'debug': Workload(
     prompts=2, group=3, slots=4, prompt_letters=16, width=16, layers=1
