@@ -149,5 +149,6 @@ def test_closes_that_hang_free_their_workers(run):
   assert hung and Chaos.faults['close', 'die']
   hangs = sum(n for (_, fault), n in Chaos.faults.items() if fault == 'hang')
   assert hangs > 4
-  assert 0 < count(failures, 'close: ', 'timed out') <= hung
+  # The last ones may still hang when the run has ended.
+  assert count(failures, 'close: ', 'timed out') <= hung
   assert count(failures, 'close: ', 'died') <= Chaos.faults['close', 'die']
