@@ -185,7 +185,7 @@ def test_costs_of_spans_by_hand():
     extend_s=0.0,
     barrier_s=0.5,
     publish_s=2.0,
-    gradients=(traces.GradientCost(1, 8, 4, 1, 2 + 1),),
+    gradients=(traces.GradientCost(1, 8, 4, 1, 4 + 1),),
   )
 
 

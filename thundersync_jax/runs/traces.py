@@ -228,9 +228,9 @@ def costs(
 ) -> Costs:
   """Seconds of the programs behind the spans of some steps.
 
-  A median where programs are alike, so that what disturbs a few of them does
-  not count; decode chunks may end early, so their sum is divided by the steps
-  that they decoded.
+  Means: the driver sees the ends of programs when it looks, often of several at
+  once, so that only sums of spans are right. Decode chunks may end early: their
+  sum is divided by the steps that they decoded.
   """
   by_name = collections.defaultdict(list)
   gradients = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -243,12 +243,12 @@ def costs(
       gradients[tuple(shape)][span.name].append(took)
   return Costs(
     decode_s=sum(by_name['decode']) / max(decode_steps, 1),
-    prefill_s=_median(by_name['prefill']),
-    extend_s=_median(by_name['extend']),
+    prefill_s=_mean(by_name['prefill']),
+    extend_s=_mean(by_name['extend']),
     barrier_s=sum(by_name['barrier']) / steps,
     publish_s=sum(by_name['publish']) / steps,
     gradients=tuple(
-      GradientCost(*shape, sum(map(_median, took.values())))
+      GradientCost(*shape, sum(map(_mean, took.values())))
       for shape, took in sorted(gradients.items())
     ),
   )
@@ -314,8 +314,8 @@ def read(path: str | os.PathLike) -> Trace:
   )
 
 
-def _median(values: Sequence[float]) -> float:
-  return statistics.median(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float:
+  return statistics.fmean(values) if values else 0.0
 
 
 def _rounded(value: Any) -> Any:
