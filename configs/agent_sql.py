@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to answer questions with SQL queries on real databases.
+"""SmolLM2-135M answers questions with SQL: a warm start, then GRPO.
 
   python experiments/train_rl.py --config=configs/agent_sql.py \
     --workdir=runs/agent_sql

@@ -1,4 +1,4 @@
-"""SmolLM2-135M learns to do what Simon says, a game of TextWorld-Express.
+"""SmolLM2-135M trains on what Simon says, a game of TextWorld-Express.
 
   pip install -e '.[quickstart,agents]'
   python experiments/train_rl.py --config=configs/agent_textworld.py \

@@ -1,4 +1,4 @@
-"""A student learns to query databases from a trained teacher, on its own turns.
+"""A student is trained on its own queries by a teacher, without rewards.
 
   python experiments/train_rl.py --config=configs/agent_sql.py \
     --workdir=runs/agent_sql

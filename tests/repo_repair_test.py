@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from thundersync_jax.envs import repo_repair, repo_tasks, sandbox, tool_calls
+from thundersync_jax.envs import (
+  repo_repair,
+  repo_tasks,
+  sandbox,
+  tool_calls,
+  tool_loop,
+)
 
 
 def tasks(count, seed=0, fold='train', **args):
@@ -44,7 +50,7 @@ def write(name, **arguments):
 
 def test_tasks_are_many_and_folds_apart():
   keys = {}
-  for fold in repo_repair.FOLDS:
+  for fold in tool_loop.FOLDS:
     count = 3000 if fold == 'train' else 500
     drawn = tasks(count, fold=fold)
     keys[fold] = {task['key'] for task in drawn}

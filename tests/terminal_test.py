@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from thundersync_jax.envs import sandbox, terminal, terminal_tasks, tool_calls
+from thundersync_jax.envs import (
+  sandbox,
+  terminal,
+  terminal_tasks,
+  tool_calls,
+  tool_loop,
+)
 
 
 def tasks(count, seed=0, fold='train', **args):
@@ -36,7 +42,7 @@ def bash(*commands):
 
 def test_tasks_are_many_and_folds_apart():
   keys = {}
-  for fold in terminal.FOLDS:
+  for fold in tool_loop.FOLDS:
     drawn = tasks(1500, fold=fold)
     keys[fold] = {task['key'] for task in drawn}
     assert len(keys[fold]) > 1450

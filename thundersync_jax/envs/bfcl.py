@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thundersync_jax.envs import base, bfcl_services, tool_calls
+from thundersync_jax.envs import base, bfcl_services, tool_calls, tool_loop
 from thundersync_jax.envs.bfcl_services import Services
 
 CATEGORIES = ('base', 'miss_func', 'miss_param', 'long_context')
 _CALLS_A_TURN = 16  # of a demonstration; the parser takes no more
-# Fold -> last digits of its tasks' digests.
-FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
   services, untouched, pass every check of state: it asks for nothing.
   """
   settings = base.parse_settings(Settings, 'bfcl', args)
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {sorted(FOLDS)}'
-    )
+  tool_loop.check_fold(fold)
   names = [
     name for name in bfcl_services.entries(settings.category) if _in(name, fold)
   ]
@@ -76,7 +71,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
 def _in(name: str, fold: str) -> bool:
   number = name.rsplit('_', 1)[-1]
   digest = hashlib.sha256(f'bfcl/{number}'.encode()).digest()
-  return int.from_bytes(digest[:8], 'big') % 10 in FOLDS[fold]
+  return int.from_bytes(digest[:8], 'big') % 10 in tool_loop.FOLDS[fold]
 
 
 def solved_untouched(entry: dict[str, Any]) -> bool:

@@ -7,8 +7,6 @@ in a fresh sandbox that gets the package alone; the right values stay outside.
 """
 
 import dataclasses
-import hashlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +16,9 @@ from thundersync_jax.envs import (
   sandbox,
   sandbox_results,
   tool_calls,
+  tool_loop,
 )
 
-# Fold -> last digits of its tasks' digests.
-FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
-_MAX_CALLS = 4  # of one turn that are run
 _FORMS = ('python', 'hermes')
 _PARAMETERS = {
   'list': (),
@@ -49,19 +45,7 @@ class Settings:
   )
 
   def __post_init__(self):
-    if self.form not in _FORMS:
-      raise ValueError(
-        f'form={self.form!r} does not exist; choose one of {list(_FORMS)}'
-      )
-    for name in ('max_turns', 'max_output', 'wall_s'):
-      if not getattr(self, name) > 0:
-        raise ValueError(f'{name}={getattr(self, name)} must be above 0')
-
-
-def fold_of(key: str) -> str:
-  """The fold that a task of this key belongs to."""
-  digit = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 10
-  return next(fold for fold, digits in FOLDS.items() if digit in digits)
+    tool_loop.check_settings(self, _FORMS)
 
 
 def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
@@ -74,18 +58,13 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist.
   """
   base.parse_settings(Settings, 'repo_repair', args)
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {list(FOLDS)}'
-    )
-  digest = hashlib.sha256(f'repo_repair/{seed}/{fold}'.encode()).digest()
-  stream = random.Random(int.from_bytes(digest[:8], 'big'))
+  stream = tool_loop.draws('repo_repair', seed, fold)
   while True:
     drawn = repo_tasks.draw(stream)
     if drawn is None:
       continue
     key = f'{drawn.path}\n{drawn.files[drawn.path]}'
-    if fold_of(key) == fold:
+    if tool_loop.fold_of(key) == fold:
       task = dataclasses.asdict(drawn)
       yield {'key': key, **task, 'hidden': [list(h) for h in drawn.hidden]}
 
@@ -118,20 +97,13 @@ print('all tests passed')
 """
 
 
-class RepairEnvironment:
+class RepairEnvironment(tool_loop.ToolEnvironment):
   """One package and one bug; 'tool' messages carry what the tools say."""
 
+  hint = 'Call a tool, e.g. [list()], or say done.'
+
   def __init__(self, settings: Settings):
-    self._settings = settings
-    self.max_turns = settings.max_turns
-    limits = sandbox.Limits(
-      wall_s=settings.wall_s, output_chars=settings.max_output
-    )
-    sandbox.choose(settings.backend)  # one that does not work is refused now
-    self._pool = sandbox.shared_pool(limits, settings.backend)
-    self._box: sandbox.Sandbox | None = None
-    self._task: dict[str, Any] = {}
-    self._turns = 0
+    super().__init__(settings)
     self._tools: dict[str, Callable[..., str]] = {
       'list': self._list,
       'read': self._read,
@@ -139,34 +111,6 @@ class RepairEnvironment:
       'edit': self._edit,
       'test': self._test,
     }
-
-  def reset(self, task: dict[str, Any]) -> list[base.Message]:
-    self.close()
-    self._task, self._turns = task, 0
-    self._box = self._pool.take()
-    for path, text in task['files'].items():
-      self._box.write_file(path, text)
-    question = f'A test of the package {task["package"]} fails. Repair it.'
-    return base.opening(question, self._settings.system, '')
-
-  def step(self, text: str) -> base.EnvStep:
-    self._turns += 1
-    calls, observation = [], ''
-    try:
-      calls = self._parse(text)
-    except tool_calls.ToolCallError as error:
-      observation = str(error)
-    ended = not observation and not calls and 'done' in text.lower()
-    if calls:
-      outputs = [self._run(call) for call in calls[:_MAX_CALLS]]
-      if len(calls) > _MAX_CALLS:
-        outputs.append(f'[only the first {_MAX_CALLS} calls were run]')
-      observation = '\n'.join(outputs)
-    if ended or self._turns >= self.max_turns:
-      return base.EnvStep(messages=(), reward=self._reward(), done=True)
-    observation = observation or 'Call a tool, e.g. [list()], or say done.'
-    message = {'role': 'tool', 'content': observation}
-    return base.EnvStep(messages=(message,), reward=None, done=False)
 
   def demonstrate(self) -> Iterator[str]:
     """The model's turns on a gold path."""
@@ -186,16 +130,13 @@ class RepairEnvironment:
     yield write(tool_calls.Call('test', {}))
     yield 'done'
 
-  def close(self) -> None:
-    """Ends the sandbox; a second call does nothing."""
-    if self._box is not None:
-      self._box.close()
-      self._box = None
+  def _question(self, task: dict[str, Any]) -> str:
+    return f'A test of the package {task["package"]} fails. Repair it.'
 
   def _parse(self, text: str) -> list[tool_calls.Call]:
     if self._settings.form == 'python':
       return tool_calls.python(text, _PARAMETERS)
-    return tool_calls.PARSERS[self._settings.form](text)
+    return super()._parse(text)
 
   def _run(self, call: tool_calls.Call) -> str:
     if call.name not in self._tools:

@@ -9,15 +9,11 @@ each in many thousands of trees.
 
 import dataclasses
 import hashlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
-from thundersync_jax.envs import base, sandbox, terminal_tasks, tool_calls
+from thundersync_jax.envs import base, terminal_tasks, tool_calls, tool_loop
 
-# Fold -> last digits of its tasks' digests.
-FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
-_MAX_CALLS = 4  # of one turn that are run
 _FORMS = ('fenced', 'hermes')
 
 
@@ -38,19 +34,7 @@ class Settings:
       raise ValueError(
         f'kinds={self.kinds} must be some of {sorted(terminal_tasks.KINDS)}'
       )
-    if self.form not in _FORMS:
-      raise ValueError(
-        f'form={self.form!r} does not exist; choose one of {list(_FORMS)}'
-      )
-    for name in ('max_turns', 'max_output', 'wall_s'):
-      if not getattr(self, name) > 0:
-        raise ValueError(f'{name}={getattr(self, name)} must be above 0')
-
-
-def fold_of(key: str) -> str:
-  """The fold that a task of this key belongs to."""
-  digit = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 10
-  return next(fold for fold, digits in FOLDS.items() if digit in digits)
+    tool_loop.check_settings(self, _FORMS)
 
 
 def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
@@ -60,18 +44,13 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist.
   """
   settings = base.parse_settings(Settings, 'terminal', args)
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {list(FOLDS)}'
-    )
-  digest = hashlib.sha256(f'terminal/{seed}/{fold}'.encode()).digest()
-  stream = random.Random(int.from_bytes(digest[:8], 'big'))
+  stream = tool_loop.draws('terminal', seed, fold)
   while True:
     kind = stream.choice(settings.kinds)
     drawn = terminal_tasks.KINDS[kind](stream)
     state = hashlib.sha256(repr(sorted(drawn.files.items())).encode())
     key = f'{drawn.question} {state.hexdigest()[:12]}'
-    if fold_of(key) == fold:
+    if tool_loop.fold_of(key) == fold:
       yield {'key': key, 'kind': kind, **dataclasses.asdict(drawn)}
 
 
@@ -103,49 +82,10 @@ def grade():
 """
 
 
-class TerminalEnvironment:
+class TerminalEnvironment(tool_loop.ToolEnvironment):
   """One directory and one wish; 'tool' messages carry what was printed."""
 
-  def __init__(self, settings: Settings):
-    self._settings = settings
-    self.max_turns = settings.max_turns
-    limits = sandbox.Limits(
-      wall_s=settings.wall_s, output_chars=settings.max_output
-    )
-    sandbox.choose(settings.backend)  # one that does not work is refused now
-    self._pool = sandbox.shared_pool(limits, settings.backend)
-    self._box: sandbox.Sandbox | None = None
-    self._task: dict[str, Any] = {}
-    self._turns = 0
-
-  def reset(self, task: dict[str, Any]) -> list[base.Message]:
-    self.close()
-    self._task, self._turns = task, 0
-    self._box = self._pool.take()
-    for path, text in task['files'].items():
-      self._box.write_file(path, text)
-    return base.opening(task['question'], self._settings.system, '')
-
-  def step(self, text: str) -> base.EnvStep:
-    self._turns += 1
-    calls, observation = [], ''
-    try:
-      calls = tool_calls.PARSERS[self._settings.form](text)
-    except tool_calls.ToolCallError as error:
-      observation = str(error)
-    ended = not observation and not calls and 'done' in text.lower()
-    if calls:
-      outputs = [self._run(call) for call in calls[:_MAX_CALLS]]
-      if len(calls) > _MAX_CALLS:
-        outputs.append(f'[only the first {_MAX_CALLS} calls were run]')
-      observation = '\n'.join(outputs)
-    if ended or self._turns >= self.max_turns:
-      return base.EnvStep(messages=(), reward=self._reward(), done=True)
-    observation = (
-      observation or 'Write a command in ```bash ...``` or say done.'
-    )
-    message = {'role': 'tool', 'content': observation}
-    return base.EnvStep(messages=(message,), reward=None, done=False)
+  hint = 'Write a command in ```bash ...``` or say done.'
 
   def demonstrate(self) -> Iterator[str]:
     """The model's turns on a gold path."""
@@ -153,12 +93,6 @@ class TerminalEnvironment:
     for command in self._task['gold']:
       yield write(tool_calls.Call('bash', {'code': command}))
     yield 'done'
-
-  def close(self) -> None:
-    """Ends the sandbox; a second call does nothing."""
-    if self._box is not None:
-      self._box.close()
-      self._box = None
 
   def _run(self, call: tool_calls.Call) -> str:
     code = call.arguments.get('code')
