@@ -32,15 +32,16 @@ class Chaos(toy.GuessEnvironment):
 
   release = threading.Event()
   lock = threading.Lock()
-  rng = random.Random(7)
+  # A stream a method: which of its calls fail doesn't depend on their order.
+  rng = {m: random.Random(f'{m} 29') for m in NONSENSE}
   faults = collections.Counter()  # (method, fault) -> calls
 
   def _enter(self, method):
     """Returns nonsense to answer, or None."""
     with self.lock:
       kinds = ('hang', 'die', 'late', 'garbage', *[None] * 6)
-      fault = self.rng.choice(kinds)
-      nonsense = self.rng.choice(NONSENSE[method])
+      fault = self.rng[method].choice(kinds)
+      nonsense = self.rng[method].choice(NONSENSE[method])
       self.faults[method, fault] += 1
     if fault == 'hang':
       self.release.wait(600)
