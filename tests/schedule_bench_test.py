@@ -147,6 +147,48 @@ def test_a_prediction_by_hand():
   assert streamed['measured_s'] == pytest.approx(1.55)
 
 
+def test_a_rollout_program_slows_a_gradient_down():
+  """One slot: 0.04 s of decoding, 0.1 s of waiting, then the second's 0.04 s.
+
+  They run beside the first gradient, which loses as much again: 0.14 + 0.54,
+  then the second's 0.5.
+  """
+  trace = made_up([0.1, 0.1])
+  trace = dataclasses.replace(
+    trace,
+    settings=trace.settings | {'slots': 1},
+    costs=dataclasses.replace(trace.costs, contention=1.0),
+  )
+  schedules = replay.schedules(trace)
+  (streamed,) = replay.play(trace, schedules['thundersync'])
+  assert streamed.seconds == pytest.approx(1.18)
+  (sync,) = replay.play(trace, schedules['sync'])
+  assert sync.seconds == pytest.approx(0.28 + 1.0)
+
+
+def test_contention_of_spans_by_hand():
+  """Three seconds of gradients took four, two of them beside the rollout."""
+  shape = {'rows': 1, 'tokens': 16, 'targets': 4, 'sinks': 1}
+
+  def span(track, name, start, end):
+    return timeline.Span(track, name, start, end, shape)
+
+  recorder = traces.Recorder(max_turns=1)
+  spans = [
+    span('learner', 'gradient', 0, 2),
+    span('learner', 'gradient', 3, 4),
+    span('learner', 'gradient', 4, 5),
+    span('rollout', 'decode', 1, 2.5),
+    span('rollout', 'extend', 2.5, 4),
+    span('environment', 'tool', 0, 9),
+  ]
+  record = timeline.StepSpans(0, 0.0, 9.0, spans)
+  idle = {'time/rollout_idle_s': 6.0, 'time/learner_idle_s': 5.0}
+  recorder.add(record, [], idle, slots=1)
+  alone = made_up([], gradient_s=1.0).costs
+  assert recorder.contention(alone) == pytest.approx((4 - 3) / 2)
+
+
 def test_a_prediction_with_a_teacher_by_hand():
   trace = made_up([0.1, 1.0])
   trace = dataclasses.replace(

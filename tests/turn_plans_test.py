@@ -1,5 +1,7 @@
 """The cost model of plans, by hand, and the ledger's rows, without a device."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,32 +13,47 @@ LENGTHS = turn_plans.Lengths(tokens=100, entries=40, turns=4, last=25)
 
 
 @pytest.mark.parametrize(
-  ('wait', 'best'), [(0, 'close'), (400, 'forward'), (2000, 'turn')]
+  ('spare', 'best'), [(0, 'close'), (100, 'forward'), (225, 'turn')]
 )
-def test_the_longer_the_wait_the_more_is_done_early(wait, best):
+def test_the_more_time_there_is_the_more_is_done_early(spare, best):
   """close 200 + 60 + 300; forward 300 late, 360 early; turn 225, 560."""
-  found = turn_plans.delays(COSTS, LENGTHS, wait)
+  step = turn_plans.Step(trajectories=10, spare_s=spare)
+  found = turn_plans.delays(COSTS, COSTS, LENGTHS, step)
   assert found == {
     'close': 560.0,
-    'forward': 300.0 + max(0, 360 - wait),
-    'turn': 225.0 + max(0, 560 - wait),
+    'forward': 300.0 + 10 * max(0, 100 - spare),
+    'turn': 225.0 + 10 * max(0, 225 - spare),
   }
   assert min(found, key=found.get) == best
 
 
-def test_a_planner_learns_waits_and_speed():
+def test_members_share_the_prompt_of_their_pieces():
+  """A prompt of 80 of 8 members: whole 80 x 5; pieces 10 x 3 and 10 x 3."""
+  lengths = dataclasses.replace(LENGTHS, prompt=80)
+  step = turn_plans.Step(trajectories=1, members=8)
+  found = turn_plans.delays(COSTS, COSTS, lengths, step)
+  assert found == {'close': 960.0, 'forward': 330.0, 'turn': 255.0}
+  slow = COSTS.scaled(2.0)
+  found = turn_plans.delays(COSTS, slow, lengths, step)
+  assert found['close'] == 960.0
+  assert found['turn'] == 2 * 255 + (2 * (255 + 590) - 960)
+
+
+def test_a_planner_learns_times_and_speed():
   planner = turn_plans.Planner('auto', COSTS, ('forward', 'turn'))
   made = trajectory(0, 0, turns=4)
-  assert planner.choose(made, ended=False) == 'close'  # no wait is known
+  assert planner.choose(made, ended=False) == 'close'  # no time is known
   planner.ended(made)
-  planner.waited(1000.0)
+  planner.stepped(8, 8, first_s=0.0, rollout_s=8000.0)
   assert planner.choose(made, ended=False) == 'turn'
   assert planner.choose(made, ended=True) == 'close'
-  planner.idle(0.0)  # the learner has other work
+  planner.stepped(8, 8, first_s=0.0, rollout_s=10.0)  # the learner is the limit
+  planner.pieces = COSTS.scaled(10.0)
   assert planner.choose(made, ended=False) == 'close'
   for _ in range(200):
-    planner.measured(2.0 * planner.costs.layers, planner.costs.layers)
-    assert planner.costs.layers > COSTS.layers
+    planner.measured(True, 2.0 * planner.whole.layers, planner.whole.layers)
+    assert planner.whole.layers > COSTS.layers
+  assert planner.pieces == COSTS.scaled(10.0)
   fixed = turn_plans.Planner('forward', COSTS, ('forward',))
   assert fixed.choose(made, ended=True) == 'forward'
 

@@ -41,6 +41,7 @@ def play(
     costs.barrier_s,
     costs.publish_s,
     max_open_groups=settings['max_open_groups'],
+    contention=costs.contention,
   )
   trajectories = [scaled(t, scale) for t in trace.trajectories]
   return simulate.simulate(trajectories, engine, learner, schedule)

@@ -40,21 +40,24 @@ class Workload:
 
   prompts: int = 8
   group: int = 8
-  slots: int = 64
-  prompt_letters: int = 256
+  slots: int = 16
+  prompt_letters: int = 384
   answer_letters: int = 16
   turns: int = 3
   turn_tokens: int = 4
   sigma: float = 1.0
-  balance: float = 1.0
+  balance: float = 1.2
   width: int = 128
   layers: int = 2
 
 
 WORKLOADS = {
-  # Tools with a heavy tail. A group shares its long prompt in the rollout, so
-  # that waits, not programs, make it as long as the learner.
+  # Tools with a heavy tail, 16 agents at a time. A group shares its long prompt
+  # in the rollout, so that waits, not programs, make it as long as the learner.
   'tools': Workload(),
+  # All agents of a step at once: no gradient can start before the quickest has
+  # ended, and few are left for the tail.
+  'burst': Workload(slots=64),
   # One turn and a slow grader.
   'grader': Workload(prompts=4, slots=32, turns=1, turn_tokens=16, sigma=0.5),
   # Long answers of quick tools: the learner is the limit.
@@ -80,7 +83,8 @@ METHODS = {
   },
 }
 _TEACHER = 'random:llama'
-_CALIBRATION_S = 0.02  # mean wait of the steps that measure the learner
+_CALIBRATION_S = 0.02  # mean wait of the first steps that measure programs
+_CALIBRATION_STEPS = 3
 
 
 def one_core_a_device() -> None:
@@ -146,9 +150,8 @@ def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
   c.distill.rows = (1,)
   c.distill.feed_tokens = (assembly.round_up(turn),)
   c.distill.start_tokens = (context,)
-  # One program for prompts and for what goes back: compiling costs more than
-  # a launch more.
-  c.distill.unwind_tokens = (assembly.round_up(prompt),)
+  early = assembly.round_up((workload.turns - 1) * turn)
+  c.distill.unwind_tokens = (early, assembly.round_up(prompt))
   c.optimizer.learning_rate = 1e-7  # all schedules sample the same tokens
   return c
 
@@ -224,6 +227,10 @@ class Contestant:
     granularity = assembly.plan(c).granularity
     return self._recorder.trace(c.schedule, granularity, settings)
 
+  def contention(self, alone: traces.Costs) -> float:
+    """What its gradients lost to rollout programs; see traces.Costs."""
+    return self._recorder.contention(alone)
+
   def close(self) -> None:
     """Ends its threads."""
     for pool in self.run.pools:
@@ -286,12 +293,13 @@ def race(
     c.distill.teacher = _TEACHER if method == 'opd' else ''
     return Contestant(c, folder)
 
-  first = contestant('sync')
-  first.play(1, timed=False)
-  first.play(2)
-  wait_s *= wait_for(first.trace(), workload)
+  for _ in range(2):  # with other waits, programs take other seconds
+    runner = contestant('sync')
+    runner.play(1, timed=False)
+    runner.play(_CALIBRATION_STEPS)
+    wait_s *= wait_for(runner.trace(), workload)
+    runner.close()
   logging.info('mean wait of %s: %.3f s', method, wait_s)
-  first.close()
   found = {name: contestant(name) for name in METHODS[method]}
   for block in range(blocks):
     for name, runner in found.items():
@@ -339,12 +347,18 @@ def rows(found: dict[str, Contestant]) -> list[dict[str, Any]]:
 
 
 def save(found: dict[str, Contestant], folder: pathlib.Path) -> None:
-  """Writes the trace of sync, with what all took, and their last timelines."""
+  """Writes the trace of sync, with what all took, and their last timelines.
+
+  What programs cost each other beside one another is seen in thundersync.
+  """
   measured = {
     name: [m.times.seconds for m in runner.measured]
     for name, runner in found.items()
   }
-  trace = dataclasses.replace(found['sync'].trace(), measured=measured)
+  trace = found['sync'].trace()
+  contention = found['thundersync'].contention(trace.costs)
+  costs = dataclasses.replace(trace.costs, contention=contention)
+  trace = dataclasses.replace(trace, measured=measured, costs=costs)
   traces.write(trace, folder / traces.NAME)
   for name, runner in found.items():
     plots.plot_timeline(runner.run.timeline, folder / f'{name}.png')

@@ -84,9 +84,15 @@ class _Joined:
     """i32[n]."""
     return self._join('policy_versions', np.int32)
 
-  @property
+  @functools.cached_property
   def num_sampled(self) -> int:
     return int(self.loss_mask.sum())
+
+  @functools.cached_property
+  def last_sampled(self) -> int:
+    """Index of the last sampled token; 0 where there is none."""
+    sampled = np.flatnonzero(self.loss_mask)
+    return int(sampled[-1]) if len(sampled) else 0
 
 
 @dataclasses.dataclass(frozen=True)

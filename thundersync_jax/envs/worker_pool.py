@@ -58,7 +58,9 @@ class WorkerPool:
     if not timeout_s > 0:
       raise ValueError(f'timeout_s={timeout_s} must be above 0')
     self._timeout_s = timeout_s
-    self._changed = threading.Condition()
+    self._lock = threading.Lock()
+    self._called = threading.Condition(self._lock)  # a call waits; for workers
+    self._changed = threading.Condition(self._lock)  # for wait()
     self._waiting: collections.deque[_Call] = collections.deque()
     self._running: set[_Call] = set()
     self._outcomes: list[Outcome] = []
@@ -70,7 +72,7 @@ class WorkerPool:
   @property
   def in_flight(self) -> int:
     """Calls that wait or run; their outcomes are still to come."""
-    with self._changed:
+    with self._lock:
       return len(self._waiting) + len(self._running)
 
   def submit(
@@ -81,15 +83,15 @@ class WorkerPool:
     Raises:
       RuntimeError: after close().
     """
-    with self._changed:
+    with self._lock:
       if self._closed:
         raise RuntimeError(f'ticket {ticket!r} submitted to a closed pool')
       self._waiting.append(_Call(ticket, function, args))
-      self._changed.notify_all()
+      self._called.notify()
 
   def results(self) -> list[Outcome]:
     """The outcomes since the last call, in order of ending; never waits."""
-    with self._changed:
+    with self._lock:
       self._expire()
       outcomes, self._outcomes = self._outcomes, []
       return outcomes
@@ -114,11 +116,12 @@ class WorkerPool:
 
   def close(self) -> None:
     """Drops what waits and what runs; never blocks."""
-    with self._changed:
+    with self._lock:
       self._closed = True
       self._waiting.clear()
       self._running.clear()
       self._outcomes.clear()
+      self._called.notify_all()
       self._changed.notify_all()
 
   def _start_worker(self) -> None:
@@ -126,9 +129,9 @@ class WorkerPool:
 
   def _work(self) -> None:
     while True:
-      with self._changed:
+      with self._lock:
         while not self._waiting and not self._closed:
-          self._changed.wait()
+          self._called.wait()
         if self._closed:
           return
         call = self._waiting.popleft()
@@ -136,7 +139,7 @@ class WorkerPool:
         self._running.add(call)
         self._changed.notify_all()  # wait() must learn when this call is late
       outcome = _run(call)
-      with self._changed:
+      with self._lock:
         if call not in self._running:  # abandoned: a replacement is at work
           return
         self._running.remove(call)

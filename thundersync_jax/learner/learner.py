@@ -213,10 +213,10 @@ class Learner:
     """Copies a packed batch to the mesh, rows sharded."""
     names = ('rows', None)
 
-    def place(x):
-      return jax.device_put(x, mesh_lib.sharding(self.mesh, x.shape, names))
+    def where(x):
+      return mesh_lib.sharding(self.mesh, x.shape, names)
 
-    return jax.tree.map(place, batch)
+    return jax.device_put(batch, jax.tree.map(where, batch))
 
   def _put(self, tree: Tree) -> Tree:
     return jax.device_put(tree, self._replicated)

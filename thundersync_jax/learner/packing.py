@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from thundersync_jax.types import Batch, Item, Row, Trajectory
+from thundersync_jax.types import Batch, Item, Row
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -35,7 +35,7 @@ class Piece:
   @property
   def length(self) -> int:
     """Columns that it needs after its prompt."""
-    return branch_length(self.row)
+    return self.row.last_sampled
 
 
 @dataclasses.dataclass
@@ -47,12 +47,6 @@ class _PackedRow:
   segments: list[tuple[np.ndarray, list[Piece]]] = dataclasses.field(
     default_factory=list
   )
-
-
-def branch_length(row: Row | Trajectory) -> int:
-  """Columns needed after the prompt by what extends it."""
-  sampled = np.flatnonzero(row.loss_mask)
-  return int(sampled[-1]) if len(sampled) else 0
 
 
 def place(
@@ -156,7 +150,7 @@ def choose(
       best = (shape, rows, left)
   if best is None or len(best[2]) == len(items):
     first = items[0].trajectory
-    need = [len(row.prompt_tokens) + branch_length(row) for row in first.rows]
+    need = [len(row.prompt_tokens) + row.last_sampled for row in first.rows]
     raise ValueError(
       f'a trajectory of {sum(need)} tokens with {first.num_sampled} loss '
       f'entries in {len(need)} rows fits none of the shapes {list(shapes)}: '

@@ -24,7 +24,7 @@ from thundersync_jax.learner import learner as learner_lib
 from thundersync_jax.learner.turn_device import Device
 from thundersync_jax.streaming import accumulators, turn_gradients, turn_plans
 from thundersync_jax.streaming import queue as queue_lib
-from thundersync_jax.streaming.turn_pieces import Key, Limits, Piece
+from thundersync_jax.streaming.turn_pieces import Limits, Piece
 from thundersync_jax.types import Item, Trajectory
 
 Tree = Any
@@ -119,8 +119,8 @@ class TurnStream:
     )
     self._flying: dict[str, collections.deque[_Flight]] = {}
     self._last_end = collections.defaultdict(float)
-    self._turn_ends: dict[Key, float] = {}
-    self._busy, self._step_start = 0.0, time.perf_counter()
+    self._step_start = time.perf_counter()
+    self._ends: list[float] = []  # when trajectories of the step ended
     self.launches = 0
     self._peak_open = 0
 
@@ -137,7 +137,6 @@ class TurnStream:
     """Takes a snapshot whose last turn has ended; more may follow."""
     self._open_groups()
     self.ledger.turn_ended(trajectory)
-    self._time_turn(trajectory, time.perf_counter())
 
   def settle(self) -> list[queue_lib.Group]:
     """Takes in what has arrived; returns the groups that closed."""
@@ -147,7 +146,7 @@ class TurnStream:
       # One that a limit ended comes again with its reward.
       if trajectory.reward is not None or trajectory.failure is not None:
         self._planner.ended(trajectory)
-      self._time_turn(trajectory, None)
+        self._ends.append(time.perf_counter())
     return self.queue.drain()
 
   def launch(self, step: int, params: Tree, ref_params: Tree | None) -> bool:
@@ -182,7 +181,8 @@ class TurnStream:
   ) -> tuple[learner_lib.BatchGradient, distill_loss.Stats]:
     """The barrier: returns the step's gradient, and forgets the step."""
     trajectories = self.ledger.retire(step)
-    for group in self.queue.groups(step):
+    groups = self.queue.groups(step)
+    for group in groups:
       group.launched.update(group.members)
     self.queue.retire(step)
     versions = frozenset(
@@ -193,20 +193,21 @@ class TurnStream:
     total, stats = self._device.finish()
     count = float(sum(t.num_sampled for t in trajectories))
     self._peak_open = 0
-    now = time.perf_counter()
-    self._planner.idle(1 - self._busy / (now - self._step_start))
-    self._busy, self._step_start = 0.0, now
+    self._note_step(groups)
     return learner_lib.BatchGradient(total, count, versions), stats
 
   # From here on private.
 
-  def _time_turn(self, trajectory, now):
-    key = queue_lib.member_key(trajectory)
-    before = self._turn_ends.pop(key, None)
-    if before is not None:
-      self._planner.waited(time.perf_counter() - before)
-    if now is not None:
-      self._turn_ends[key] = now
+  def _note_step(self, groups):
+    """Tells the planner how long the step's rollout took."""
+    if self._ends:
+      first, last = self._ends[0], self._ends[-1]
+      start = self._step_start
+      members = max(group.size for group in groups)
+      self._planner.stepped(
+        len(self._ends), members, first - start, last - start
+      )
+    self._step_start, self._ends = time.perf_counter(), []
 
   def _open_groups(self):
     for step, prompt_ids, size in self.queue.opened:
@@ -253,7 +254,7 @@ class TurnStream:
     return pieces
 
   def _expected_s(self, work, tokens, entries):
-    costs = self._planner.costs
+    costs = self._planner.whole if work.items else self._planner.pieces
     return turn_plans.work_s(costs, work.kind, work.plan, tokens, entries)
 
   def _fly(self, start, args, expected_s, done, scored=None):
@@ -269,10 +270,9 @@ class TurnStream:
     now = time.perf_counter()
     start = min(max(flight.start, self._last_end[track]), now)
     self._last_end[track] = now
-    if track == 'learner':
-      self._busy += now - start
     if flight.expected_s:
-      self._planner.measured(now - start, flight.expected_s)
+      whole = flight.args['plan'] == 'close'
+      self._planner.measured(whole, now - start, flight.expected_s)
     if self._timeline is not None:
       self._timeline.span(track, flight.name, start, now, **flight.args)
 

@@ -95,6 +95,8 @@ class Costs:
     barrier_s, publish_s: a step.
     gradients: of each shape and number of sinks, and what a teacher takes of
       the learner's time before them.
+    contention: seconds that gradients take longer for each second of a rollout
+      program beside them.
   """
 
   decode_s: float
@@ -103,6 +105,7 @@ class Costs:
   barrier_s: float
   publish_s: float
   gradients: tuple[GradientCost, ...] = ()
+  contention: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +195,30 @@ class Recorder:
       )
     )
 
+  def contention(self, alone: Costs) -> float:
+    """What gradients of these steps lost to rollout programs beside them.
+
+    Args:
+      alone: seconds of programs where no other ran.
+
+    Returns:
+      See Costs.
+    """
+    seconds = {
+      (g.rows, g.tokens, g.targets, g.sinks): g.seconds for g in alone.gradients
+    }
+    learner, rollout, expected = [], [], 0.0
+    for span in self._spans:
+      if span.track == 'rollout':
+        rollout.append((span.start, span.end))
+      elif span.name in ('score', 'gradient') and span.track == 'learner':
+        learner.append((span.start, span.end))
+        if span.name == 'gradient':
+          expected += seconds.get(_shape(span), 0.0)
+    union = timeline_lib.union_s
+    beside = union(learner) + union(rollout) - union(learner + rollout)
+    return max(0.0, union(learner) - expected) / beside if beside else 0.0
+
   def trace(
     self, schedule: str, granularity: str, settings: dict[str, Any]
   ) -> Trace:
@@ -239,8 +266,7 @@ def costs(
     by_name[span.name].append(took)
     scores = span.name == 'score' and span.track == 'learner'
     if (scores or span.name == 'gradient') and 'rows' in span.args:
-      shape = [span.args[k] for k in ('rows', 'tokens', 'targets', 'sinks')]
-      gradients[tuple(shape)][span.name].append(took)
+      gradients[_shape(span)][span.name].append(took)
   return Costs(
     decode_s=sum(by_name['decode']) / max(decode_steps, 1),
     prefill_s=_mean(by_name['prefill']),
@@ -252,6 +278,11 @@ def costs(
       for shape, took in sorted(gradients.items())
     ),
   )
+
+
+def _shape(span: timeline_lib.Span) -> tuple[int, ...]:
+  """Rows, tokens, targets and sinks of a gradient program."""
+  return tuple(span.args[k] for k in ('rows', 'tokens', 'targets', 'sinks'))
 
 
 def write(trace: Trace, path: str | os.PathLike) -> None:

@@ -199,8 +199,24 @@ class _Run:
     end = self._engine.launch(self._now, self._learner_free if shared else 0.0)
     if shared and end is not None:
       self._learner_free = end
+    elif end is not None:
+      self._slow_down(end)
     self._scheduler.settle()
     return bool(ended or answered)
+
+  def _slow_down(self, end: float) -> None:
+    """Gradients under way take longer: a rollout program runs until `end`."""
+    before = self._learner_free
+    self._flying = collections.deque(
+      flight + self._contention(self._now, min(end, flight))
+      for flight in self._flying
+    )
+    self._learner_free += self._contention(self._now, min(end, before))
+    self._busy.add(before, self._learner_free)
+
+  def _contention(self, start: float, end: float) -> float:
+    """Seconds that gradients lose in [start, end] to a rollout program."""
+    return self._learner.contention * max(0.0, end - start)
 
   def _put(self, live: virtual_engine.Live, scored: bool) -> None:
     played = self._unscored.pop(live, None) or virtual_learner.Played(
@@ -259,6 +275,9 @@ class _Run:
     self._scheduler.launched(work, list(items))
     self._now += learner.host_s
     start = max(self._now, self._learner_free)
+    if not learner.shared:
+      chunk_end = min(self._engine.chunk_end, start + seconds)
+      seconds += self._contention(start, chunk_end)
     self._learner_free = start + seconds
     self._busy.add(start, self._learner_free)
     self._flying.append(self._learner_free)

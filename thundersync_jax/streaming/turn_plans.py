@@ -1,17 +1,19 @@
 """Which plan a trajectory takes: a small cost model, or a flag.
 
 With l, h, s the seconds of a token forward in the student's layers, of a loss
-entry in the heads forward, and of a token in the teacher, n tokens, m loss
-entries, `last` tokens of the last turn; backward costs twice forward:
+entry in the heads forward, and of a token in the teacher, n tokens behind a
+prompt of p that g members share, m loss entries, `last` tokens of the last
+turn; backward costs twice forward:
 
-            while tools run                   when it has ended
-  close     0                                 (s + 3 l) n + 3 h m
-  forward   (s + l) n + 3 h m                 3 l n
-  turn      (s + 3 l) n + 3 h m               3 l (n - last)
+            while tools run                       when it has ended
+  close     0                                     (s + 3 l) (n + p) + 3 h m
+  forward   (s + l) (n + p/g) + 3 h m             3 l (n + p/g)
+  turn      (s + l) p/g + (s + 3 l) n + 3 h m     3 l (n + p/g - last)
 
-What does not fit into the waits counts as well. Seconds come from measured
-launches, lengths and waits from the trajectories that have ended. A wait is the
-time between the ends of two turns: the tool's, the slot's and the next turn's.
+The last to end delays the step by what it leaves for its end. What a plan costs
+more than `close` delays the step by as much a trajectory, as far as the learner
+has no time to spare. Seconds come from measured launches, lengths and times
+from the steps before.
 """
 
 import dataclasses
@@ -38,37 +40,60 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Of a trajectory, or means: tokens, loss entries, turns, last turn."""
+  """Of a trajectory, or means: tokens behind the prompt, loss entries, turns,
+  last turn, prompt."""
 
   tokens: float
   entries: float
   turns: float
   last: float
+  prompt: float = 0.0
 
 
-def delays(costs: Costs, lengths: Lengths, wait_s: float) -> dict[str, float]:
-  """Returns plan -> seconds of learner work that tool waits do not hide.
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """What a step leaves: trajectories, members of a group, and the learner's
+  spare seconds a trajectory when all of them close whole."""
+
+  trajectories: int = 1
+  members: int = 1
+  spare_s: float = 0.0
+
+
+def delays(
+  whole: Costs, pieces: Costs, lengths: Lengths, step: Step
+) -> dict[str, float]:
+  """Returns plan -> seconds by which it delays a step.
 
   Args:
-    costs: see Costs.
+    whole: costs of trajectories that close whole.
+    pieces: costs of pieces of turns.
     lengths: of the whole trajectory, as expected.
-    wait_s: seconds before it ends in which the learner is idle.
+    step: see Step.
   """
-  layers = costs.layers * lengths.tokens
-  scored = costs.teacher * lengths.tokens + 3 * costs.heads * lengths.entries
-  launches = costs.launch * lengths.turns
+  prompt = lengths.prompt / step.members
+  tokens = lengths.tokens + prompt
+  heads = 3 * pieces.heads * lengths.entries
+  launches = pieces.launch * (lengths.turns + 1 / step.members)
+  fed = (pieces.teacher + pieces.layers) * tokens + heads + launches
+  late = {
+    'close': (whole.teacher + 3 * whole.layers)
+    * (lengths.tokens + lengths.prompt)
+    + 3 * whole.heads * lengths.entries
+    + whole.launch,
+    'forward': 3 * pieces.layers * tokens + pieces.launch,
+    'turn': 3 * pieces.layers * (tokens - lengths.last) + pieces.launch,
+  }
   early = {
     'close': 0.0,
-    'forward': scored + layers + launches,
-    'turn': scored + 3 * layers + launches,
+    'forward': fed,
+    'turn': fed + 2 * pieces.layers * lengths.tokens,
   }
-  before_last = max(lengths.tokens - lengths.last, 0.0)
-  late = {
-    'close': scored + 3 * layers + costs.launch,
-    'forward': 3 * layers + costs.launch,
-    'turn': 3 * costs.layers * before_last + costs.launch,
+  more = {plan: early[plan] + late[plan] - late['close'] for plan in late}
+  return {
+    plan: late[plan] + step.trajectories * max(0.0, more[plan] - step.spare_s)
+    for plan in late
   }
-  return {k: late[k] + max(0.0, early[k] - wait_s) for k in early}
 
 
 def work_s(
@@ -99,7 +124,7 @@ class _Mean:
 
 
 class Planner:
-  """Chooses plans; learns lengths and waits as it goes. Driver thread only.
+  """Chooses plans; learns speed and lengths as it goes. Driver thread only.
 
   Args:
     plan: 'auto', or the plan of all trajectories.
@@ -109,26 +134,23 @@ class Planner:
 
   def __init__(self, plan: str, costs: Costs, plans: Sequence[str]):
     self._plan = plan
-    self.costs = costs
+    self.whole = self.pieces = costs
     self._plans = ('close', *plans)
-    self._means = {
-      name: _Mean() for name in ('tokens', 'entries', 'turns', 'last')
-    }
-    self._wait, self._idle = _Mean(), _Mean()
+    names = [field.name for field in dataclasses.fields(Lengths)]
+    self._means = {name: _Mean() for name in names}
+    self._step: Step | None = None  # the one before
 
   def choose(self, trajectory: Trajectory, ended: bool) -> str:
     """Returns the plan of a trajectory whose first turns have ended."""
     if self._plan != 'auto':
       return self._plan
-    if ended:
-      return 'close'  # no wait is left to fill
+    if ended or self._step is None:
+      return 'close'  # no time to fill is left, or known
     lengths = self.expected(trajectory)
-    wait = (self._wait.value or 0.0) * lengths.turns
-    idle = 1.0 if self._idle.value is None else self._idle.value
-    found = delays(self.costs, lengths, wait * idle)
+    found = delays(self.whole, self.pieces, lengths, self._step)
     return min(self._plans, key=lambda plan: found[plan])
 
-  def expected(self, trajectory: Trajectory) -> Lengths:
+  def expected(self, trajectory: Trajectory | None) -> Lengths:
     """Means of those that have ended, or this one's as far as it is."""
     if self._means['tokens'].value is None:
       return lengths_of(trajectory)
@@ -141,27 +163,43 @@ class Planner:
       for name, mean in self._means.items():
         mean.add(lengths[name])
 
-  def waited(self, seconds: float) -> None:
-    """Takes in the time from the end of a turn to that of the next."""
-    self._wait.add(seconds)
+  def stepped(
+    self, trajectories: int, members: int, first_s: float, rollout_s: float
+  ) -> None:
+    """Takes in a step.
 
-  def measured(self, seconds: float, expected_s: float) -> None:
-    """Scales the costs by what a launch took, to what they said."""
+    Args:
+      trajectories: of the step.
+      members: of a group.
+      first_s: seconds from its start until the first trajectory ended.
+      rollout_s: until the last one did.
+    """
+    if self._means['tokens'].value is None:
+      return
+    step = Step(trajectories, members)
+    lengths = self.expected(None)
+    close = delays(self.whole, self.pieces, lengths, step)['close']
+    # Work that closes whole can start with the first that ends.
+    spare = max(rollout_s / trajectories - close, first_s / trajectories)
+    self._step = dataclasses.replace(step, spare_s=spare)
+
+  def measured(self, whole: bool, seconds: float, expected_s: float) -> None:
+    """Scales costs by what a launch took, to what they said."""
     if expected_s > 0:
-      factor = 1 + 0.1 * (seconds / expected_s - 1)
-      self.costs = self.costs.scaled(max(factor, 0.5))
-
-  def idle(self, share: float) -> None:
-    """Takes in the share of a step in which the learner had no work."""
-    self._idle.add(share, rate=0.5)
+      factor = max(1 + 0.1 * (seconds / expected_s - 1), 0.5)
+      if whole:
+        self.whole = self.whole.scaled(factor)
+      else:
+        self.pieces = self.pieces.scaled(factor)
 
 
 def lengths_of(trajectory: Trajectory) -> Lengths:
-  """Lengths behind the prompt, which is fed once for all members."""
+  """Lengths of a trajectory, observations included."""
   turns = trajectory.turns
   return Lengths(
     len(trajectory.tokens),
     trajectory.num_sampled,
     len(turns),
     len(turns[-1].tokens) if turns else 0,
+    len(trajectory.prompt_tokens),
   )

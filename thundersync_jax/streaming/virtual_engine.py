@@ -120,6 +120,11 @@ class Engine:
     """A chunk is under way, or a slot is ready for one."""
     return self._flight is not None or bool(self._active.any())
 
+  @property
+  def chunk_end(self) -> float:
+    """When the chunk under way ends; 0 if there is none."""
+    return 0.0 if self._flight is None else self._flight_end
+
   def next_event(self) -> float:
     """When something happens by itself; NEVER if nothing does."""
     answer = self._answers[0][0] if self._answers else NEVER

@@ -27,6 +27,8 @@ class Learner:
     host_s: of the driver, to prepare a launch.
     max_in_flight: launches that run or wait on the device.
     shared: rollout and learner are one mesh.
+    contention: seconds that a gradient takes longer for each second that a
+      rollout program runs beside it: slices of one host share its cores.
     gradient_bytes: of one sum.
     max_open_groups, max_open_bytes: see accumulators.py.
     estimator: of the groups.
@@ -38,6 +40,7 @@ class Learner:
   host_s: float = 0.0
   max_in_flight: int = 2
   shared: bool = False
+  contention: float = 0.0
   gradient_bytes: int = 4
   max_open_groups: int = 1 << 30
   max_open_bytes: int = 1 << 60
