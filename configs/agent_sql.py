@@ -17,8 +17,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'agent_sql.py:{arg} does not exist: use nothing')
   c = defaults.config()
-  c.steps = 14
-  c.checkpoint_every_steps = 7
+  c.steps = 10
+  c.checkpoint_every_steps = 5
   c.export_dir = 'runs/agent_sql/model'  # teacher of opd_agent.py
 
   c.task.family = 'sql'
@@ -27,30 +27,32 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.validation_prompts = 100
   c.task.test_prompts = 100
 
-  c.sft.steps = 5
-  c.sft.demonstrations = 80
+  c.sft.steps = 3
+  c.sft.demonstrations = 48
   c.sft.batch = 16
   c.sft.learning_rate = 5e-5
   c.rollout.prompts_per_step = 8
   c.rollout.group_size = 8
-  c.rollout.temperature = 0.7  # at 1 rare tokens of failures rule the gradient
-  c.rollout.slots = 32
+  c.rollout.temperature = 0.8
+  c.rollout.slots = 64
   c.rollout.chunk = 4
   c.rollout.max_prompt_tokens = 72
   c.rollout.max_turn_tokens = 32
   c.rollout.max_trajectory_tokens = 80
   c.rollout.max_turns = 3
   c.rollout.max_context = 192
-  c.rollout.prompt_buckets = (32, 72)
+  c.rollout.extend_rows = 8
+  c.rollout.prompt_buckets = (24, 72)
   c.rollout.cache_buckets = (192,)
 
   c.stream.granularity = 'group'  # on two cores compute is what is scarce
 
-  c.learner.rows = (1, 2)
-  c.learner.row_tokens = (128, 352)
-  c.learner.row_targets = (64, 208)
+  # A prompt and all that its group answers are one row.
+  c.learner.rows = (1,)
+  c.learner.row_tokens = (240, 480)
+  c.learner.row_targets = (128, 256)
 
-  c.optimizer.learning_rate = 3e-6
+  c.optimizer.learning_rate = 1e-5
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'

@@ -20,8 +20,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.steps = 12
   c.checkpoint_every_steps = 6
 
-  c.model.compute_dtype = 'bfloat16'
-
   c.task.family = 'textworld'
   c.task.args.game = 'simonsays'
   c.task.args.game_args = {'gameLength': 4}
@@ -31,31 +29,32 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.task.validation_prompts = 60
   c.task.test_prompts = 60
 
-  c.sft.steps = 3
-  c.sft.demonstrations = 48
+  c.sft.steps = 2
+  c.sft.demonstrations = 32
   c.sft.batch = 16
   c.sft.learning_rate = 5e-5
 
-  c.rollout.prompts_per_step = 4
+  c.rollout.prompts_per_step = 8
   c.rollout.group_size = 8
-  c.rollout.slots = 32
+  c.rollout.temperature = 0.8
+  c.rollout.slots = 64
   c.rollout.chunk = 3
-  c.rollout.weights_dtype = 'bfloat16'
   c.rollout.max_prompt_tokens = 64
   c.rollout.max_turn_tokens = 8
   c.rollout.max_trajectory_tokens = 32
   c.rollout.max_turns = 4
   c.rollout.max_context = 224
-  c.rollout.prompt_buckets = (32, 64)
+  c.rollout.extend_rows = 8
+  c.rollout.prompt_buckets = (24, 64)
   c.rollout.cache_buckets = (224,)
 
   c.stream.affine_sums = True  # a reward for each right answer
 
-  c.learner.rows = (1, 2)
-  c.learner.row_tokens = (224, 448)
-  c.learner.row_targets = (64, 128)
+  c.learner.rows = (1,)
+  c.learner.row_tokens = (320, 640)
+  c.learner.row_targets = (128, 256)
 
-  c.optimizer.learning_rate = 3e-5
+  c.optimizer.learning_rate = 1e-5
   c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'

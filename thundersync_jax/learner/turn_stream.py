@@ -119,7 +119,7 @@ class TurnStream:
     )
     self._flying: dict[str, collections.deque[_Flight]] = {}
     self._last_end = collections.defaultdict(float)
-    self._step_start = time.perf_counter()
+    self._step_start: float | None = None
     self._ends: list[float] = []  # when trajectories of the step ended
     self.launches = 0
     self._peak_open = 0
@@ -200,16 +200,16 @@ class TurnStream:
 
   def _note_step(self, groups):
     """Tells the planner how long the step's rollout took."""
-    if self._ends:
-      first, last = self._ends[0], self._ends[-1]
-      start = self._step_start
+    if self._ends and groups:
+      first = self._ends[0] - self._step_start
+      last = self._ends[-1] - self._step_start
       members = max(group.size for group in groups)
-      self._planner.stepped(
-        len(self._ends), members, first - start, last - start
-      )
+      self._planner.stepped(len(self._ends), members, first, last)
     self._step_start, self._ends = time.perf_counter(), []
 
   def _open_groups(self):
+    if self.queue.opened and self._step_start is None:
+      self._step_start = time.perf_counter()
     for step, prompt_ids, size in self.queue.opened:
       self.ledger.open(step, prompt_ids, size)
     self.queue.opened.clear()
