@@ -53,7 +53,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.learner.row_targets = (128, 256)
 
   c.optimizer.learning_rate = 1e-5
-  c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'
   c.eval.prompts = 60

@@ -17,12 +17,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg:
     raise ValueError(f'agent_textworld.py:{arg} does not exist: use nothing')
   c = defaults.config()
-  c.steps = 12
-  c.checkpoint_every_steps = 6
+  c.steps = 6
+  c.checkpoint_every_steps = 3
 
   c.task.family = 'textworld'
   c.task.args.game = 'simonsays'
-  c.task.args.game_args = {'gameLength': 4}
+  c.task.args.game_args = {'gameLength': 4, 'memorization': 1}
   c.task.args.max_turns = 4
   c.task.args.actions = False
   c.task.train_prompts = 500
@@ -36,26 +36,25 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 
   c.rollout.prompts_per_step = 8
   c.rollout.group_size = 8
-  c.rollout.temperature = 0.8
+  c.rollout.temperature = 0.6
   c.rollout.slots = 64
   c.rollout.chunk = 3
-  c.rollout.max_prompt_tokens = 64
+  c.rollout.max_prompt_tokens = 88
   c.rollout.max_turn_tokens = 8
   c.rollout.max_trajectory_tokens = 32
   c.rollout.max_turns = 4
   c.rollout.max_context = 224
   c.rollout.extend_rows = 8
-  c.rollout.prompt_buckets = (24, 64)
+  c.rollout.prompt_buckets = (16, 88)
   c.rollout.cache_buckets = (224,)
 
-  c.stream.affine_sums = True  # a reward for each right answer
+  c.stream.granularity = 'group'  # on two cores compute is what is scarce
 
   c.learner.rows = (1,)
   c.learner.row_tokens = (320, 640)
   c.learner.row_targets = (128, 256)
 
   c.optimizer.learning_rate = 1e-5
-  c.optimizer.b2 = 0.99
 
   c.eval.fold = 'validation'
   c.eval.prompts = 60

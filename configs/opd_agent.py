@@ -24,19 +24,15 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f'opd_agent.py:{arg} does not exist: use nothing')
   c = runpy.run_path(str(_TEACHER))['get_config']()
   c.unlock()
-  c.seed = 1
-  c.steps = 10
+  c.steps = 5
   c.distill.teacher = c.export_dir
   c.export_dir = ''
-
-  c.sft.steps = 3
-  c.sft.demonstrations = 48
 
   # Queries answer at once here; where tools are slow, 'turn' uses their waits.
   c.stream.granularity = 'trajectory'
   c.distill.plan = 'close'
   c.distill.loss = 'reverse_kl'
-  c.optimizer.learning_rate = 1e-5
+  c.optimizer.learning_rate = 2e-5
 
   c.lock()
   return c
