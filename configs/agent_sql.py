@@ -3,8 +3,11 @@
   python experiments/train_rl.py --config=configs/agent_sql.py \
     --workdir=runs/agent_sql
 
-Hardware: 2 CPU cores, 10 GiB of memory. Validation accuracy (60 prompts): 0.00
-before, 0.57 after the warm start of five steps.
+Hardware: 2 CPU cores, 10 GiB of memory, 25 minutes. Validation accuracy (60
+prompts, greedy): 0.00 before, 0.17 after the warm start, 0.45 after GRPO.
+
+The warm start is short on purpose: where few of a group succeed, GRPO lives on
+its successes, and 64 trajectories a step are enough.
 """
 
 import ml_collections

@@ -4,7 +4,10 @@
   python experiments/train_rl.py --config=configs/agent_textworld.py \
     --workdir=runs/agent_textworld
 
-Needs Java (default-jre-headless).
+Simon names four actions at once; the agent takes one a turn, from memory. Needs
+Java (default-jre-headless). Hardware: 2 CPU cores, 10 GiB of memory, 20
+minutes. Validation success (60 games, greedy): 0.00 before, 0.15 after the warm
+start, 0.52 after GRPO.
 """
 
 import ml_collections
