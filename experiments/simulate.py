@@ -3,7 +3,8 @@
   python experiments/simulate.py --traces=a.jsonl,b.jsonl --plots=DIR
 
 A trace is that of a synchronous run by experiments/bench_schedules.py; steps of
-the other schedules are simulated from it alone and compared with those that
+the other schedules are simulated from its lengths, waits and programs, and from
+what programs cost each other beside one another, and compared with those that
 were measured. Then come splits of clusters of up to thousands of chips, and how
 correlation within groups, the limit of open groups and the cost of a launch
 decide between trajectory, group and turn. Exit status 1 where a prediction is

@@ -217,7 +217,8 @@ class Recorder:
           expected += seconds.get(_shape(span), 0.0)
     union = timeline_lib.union_s
     beside = union(learner) + union(rollout) - union(learner + rollout)
-    return max(0.0, union(learner) - expected) / beside if beside else 0.0
+    lost = (union(learner) - expected) / beside if beside else 0.0
+    return min(max(lost, 0.0), 1.0)  # above 1 something else disturbed them
 
   def trace(
     self, schedule: str, granularity: str, settings: dict[str, Any]
