@@ -19,6 +19,8 @@ def test_there_are_traces_of_three_workloads():
 @pytest.mark.parametrize('path', TRACES, ids=lambda path: path.stem)
 def test_measured_steps_are_foretold(path):
   lines = replay.predict(traces.read(path))
-  assert {'sync', 'thundersync', 'async'} <= {line['schedule'] for line in lines}
+  assert {'sync', 'thundersync', 'async'} <= {
+    line['schedule'] for line in lines
+  }
   wrong = [line for line in lines if abs(line['error']) > 0.1]
   assert not wrong
