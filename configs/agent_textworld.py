@@ -5,7 +5,7 @@
     --workdir=runs/agent_textworld
 
 Simon names four actions at once; the agent takes one a turn, from memory. Needs
-Java (default-jre-headless). Hardware: 2 CPU cores, 10 GiB of memory, 20
+Java (default-jre-headless). Hardware: 2 CPU cores, 10 GiB of memory, 16
 minutes. Validation success (60 games, greedy): 0.00 before, 0.15 after the warm
 start, 0.52 after GRPO.
 """

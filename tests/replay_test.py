@@ -1,4 +1,4 @@
-"""Steps that were measured beside a trace, foretold from the trace alone."""
+"""Steps that were measured beside a trace, foretold from the trace."""
 
 import pathlib
 

@@ -50,10 +50,14 @@ def test_a_planner_learns_times_and_speed():
   planner.stepped(8, 8, first_s=0.0, rollout_s=10.0)  # the learner is the limit
   planner.pieces = COSTS.scaled(10.0)
   assert planner.choose(made, ended=False) == 'close'
+  planner.measured(False, 1.0, 1.0)
   for _ in range(200):
     planner.measured(True, 2.0 * planner.whole.layers, planner.whole.layers)
     assert planner.whole.layers > COSTS.layers
   assert planner.pieces == COSTS.scaled(10.0)
+  fresh = turn_plans.Planner('auto', COSTS, ('turn',))
+  fresh.measured(True, 2.0, 1.0)  # no piece is measured: as fast as the rest
+  assert fresh.pieces == fresh.whole == COSTS.scaled(1.1)
   fixed = turn_plans.Planner('forward', COSTS, ('forward',))
   assert fixed.choose(made, ended=True) == 'forward'
 

@@ -96,7 +96,7 @@ def config() -> ml_collections.ConfigDict:
   c.distill.teacher = ''  # as model.source, with its tokenizer; '': rewards
   c.distill.loss = 'reverse_kl_sampled'  # reverse_kl, forward_kl or jsd
   c.distill.jsd_beta = 0.5  # weight of the teacher in the mixture
-  c.distill.plan = 'auto'  # close, forward or turn; auto: what waits hide best
+  c.distill.plan = 'auto'  # close, forward, turn; auto: least delay of a step
   c.distill.teacher_on = 'learner'  # its mesh; or rollout
   c.distill.max_open = 16  # trajectories with K/V and adjoints; others: close
   c.distill.rows = (1, 4)  # trajectories of one launch

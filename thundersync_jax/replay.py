@@ -2,7 +2,8 @@
 
 Lengths and waits are those of the trace (runs/traces.py), seconds those that
 its programs took, and launches are packed as the learner packs them. So the
-trace of a synchronous run says what a streamed one would have taken.
+trace of a synchronous run, with the contention seen in a streamed one, says
+what any schedule would have taken.
 """
 
 import dataclasses

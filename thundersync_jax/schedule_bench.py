@@ -2,9 +2,10 @@
 
 The work of a step is fixed: a random model, tasks of the toy agent
 (envs/toy_tools.py), waits that derive from (seed, prompt_id, member, turn). The
-mean wait is chosen so that the rollout takes about as long as the learner; the
-programs are those of training (train_rl.py), step by step. Schedules take turns
-in blocks of a few steps, so that what disturbs the machine meets all of them.
+mean wait is chosen so that the rollout takes `balance` times as long as the
+learner; the programs are those of training (train_rl.py), step by step.
+Schedules take turns in blocks of a few steps, so that what disturbs the machine
+meets all of them.
 """
 
 import dataclasses
@@ -139,7 +140,7 @@ def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
   c.rollout.max_context = context
   c.rollout.max_turn_tokens = workload.turn_tokens
   c.rollout.max_trajectory_tokens = sampled
-  c.rollout.evict = 'never'  # there is a slot for each
+  c.rollout.evict = 'never'  # a parked agent keeps its slot
   c.rollout.extend_rows = 2  # few tools answer at the same moment
   c.rollout.env_workers = 2 * workload.prompts * workload.group
   c.stream.max_open_groups = workload.prompts
@@ -151,7 +152,8 @@ def config(workload: Workload, wait_s: float) -> ml_collections.ConfigDict:
   c.distill.feed_tokens = (assembly.round_up(turn),)
   c.distill.start_tokens = (context,)
   early = assembly.round_up((workload.turns - 1) * turn)
-  c.distill.unwind_tokens = (early, assembly.round_up(prompt))
+  unwound = {early, assembly.round_up(prompt)} - {0}  # 0: of a single turn
+  c.distill.unwind_tokens = tuple(sorted(unwound))
   c.optimizer.learning_rate = 1e-7  # all schedules sample the same tokens
   return c
 

@@ -58,7 +58,7 @@ class WorkerPool:
     if not timeout_s > 0:
       raise ValueError(f'timeout_s={timeout_s} must be above 0')
     self._timeout_s = timeout_s
-    self._lock = threading.Lock()
+    self._lock = threading.RLock()
     self._called = threading.Condition(self._lock)  # a call waits; for workers
     self._changed = threading.Condition(self._lock)  # for wait()
     self._waiting: collections.deque[_Call] = collections.deque()

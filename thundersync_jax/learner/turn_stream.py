@@ -120,7 +120,8 @@ class TurnStream:
     self._flying: dict[str, collections.deque[_Flight]] = {}
     self._last_end = collections.defaultdict(float)
     self._step_start: float | None = None
-    self._ends: list[float] = []  # when trajectories of the step ended
+    # Step -> trajectory -> when it ended.
+    self._ends = collections.defaultdict(dict)
     self.launches = 0
     self._peak_open = 0
 
@@ -146,7 +147,8 @@ class TurnStream:
       # One that a limit ended comes again with its reward.
       if trajectory.reward is not None or trajectory.failure is not None:
         self._planner.ended(trajectory)
-        self._ends.append(time.perf_counter())
+      ends = self._ends[trajectory.step]
+      ends.setdefault(queue_lib.member_key(trajectory), time.perf_counter())
     return self.queue.drain()
 
   def launch(self, step: int, params: Tree, ref_params: Tree | None) -> bool:
@@ -181,8 +183,7 @@ class TurnStream:
   ) -> tuple[learner_lib.BatchGradient, distill_loss.Stats]:
     """The barrier: returns the step's gradient, and forgets the step."""
     trajectories = self.ledger.retire(step)
-    groups = self.queue.groups(step)
-    for group in groups:
+    for group in self.queue.groups(step):
       group.launched.update(group.members)
     self.queue.retire(step)
     versions = frozenset(
@@ -193,19 +194,21 @@ class TurnStream:
     total, stats = self._device.finish()
     count = float(sum(t.num_sampled for t in trajectories))
     self._peak_open = 0
-    self._note_step(groups)
+    self._note_step(step, trajectories)
     return learner_lib.BatchGradient(total, count, versions), stats
 
   # From here on private.
 
-  def _note_step(self, groups):
+  def _note_step(self, step, trajectories):
     """Tells the planner how long the step's rollout took."""
-    if self._ends and groups:
-      first = self._ends[0] - self._step_start
-      last = self._ends[-1] - self._step_start
-      members = max(group.size for group in groups)
-      self._planner.stepped(len(self._ends), members, first, last)
-    self._step_start, self._ends = time.perf_counter(), []
+    ends = self._ends.pop(step, {}).values()
+    if ends and self._step_start is not None:
+      members = collections.Counter(t.prompt_id for t in trajectories)
+      first, last = (
+        max(0.0, end - self._step_start) for end in (min(ends), max(ends))
+      )
+      self._planner.stepped(len(ends), max(members.values()), first, last)
+    self._step_start = None  # until the next step opens
 
   def _open_groups(self):
     if self.queue.opened and self._step_start is None:

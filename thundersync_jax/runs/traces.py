@@ -203,6 +203,9 @@ class Recorder:
 
     Returns:
       See Costs.
+
+    Raises:
+      KeyError: a shape of which `alone` knows no seconds.
     """
     seconds = {
       (g.rows, g.tokens, g.targets, g.sinks): g.seconds for g in alone.gradients
@@ -214,7 +217,7 @@ class Recorder:
       elif span.name in ('score', 'gradient') and span.track == 'learner':
         learner.append((span.start, span.end))
         if span.name == 'gradient':
-          expected += seconds.get(_shape(span), 0.0)
+          expected += seconds[_shape(span)]
     union = timeline_lib.union_s
     beside = union(learner) + union(rollout) - union(learner + rollout)
     lost = (union(learner) - expected) / beside if beside else 0.0

@@ -208,15 +208,19 @@ class _Run:
     """Gradients under way take longer: a rollout program runs until `end`."""
     before = self._learner_free
     self._flying = collections.deque(
-      flight + self._contention(self._now, min(end, flight))
-      for flight in self._flying
+      flight + self._lost(self._now, end, flight) for flight in self._flying
     )
-    self._learner_free += self._contention(self._now, min(end, before))
+    self._learner_free += self._lost(self._now, end, before)
     self._busy.add(before, self._learner_free)
 
-  def _contention(self, start: float, end: float) -> float:
-    """Seconds that gradients lose in [start, end] to a rollout program."""
-    return self._learner.contention * max(0.0, end - start)
+  def _lost(self, start: float, chunk_end: float, work_end: float) -> float:
+    """Seconds that gradients in [start, work_end] lose to a rollout program.
+
+    They run beside it until it ends, or until they end themselves, later.
+    """
+    c, work = self._learner.contention, work_end - start
+    beside = max(0.0, min(chunk_end - start, work / max(1 - c, 1e-9)))
+    return c * beside if work > 0 else 0.0
 
   def _put(self, live: virtual_engine.Live, scored: bool) -> None:
     played = self._unscored.pop(live, None) or virtual_learner.Played(
@@ -276,8 +280,7 @@ class _Run:
     self._now += learner.host_s
     start = max(self._now, self._learner_free)
     if not learner.shared:
-      chunk_end = min(self._engine.chunk_end, start + seconds)
-      seconds += self._contention(start, chunk_end)
+      seconds += self._lost(start, self._engine.chunk_end, start + seconds)
     self._learner_free = start + seconds
     self._busy.add(start, self._learner_free)
     self._flying.append(self._learner_free)

@@ -60,6 +60,13 @@ class Step:
   spare_s: float = 0.0
 
 
+def whole_s(costs: Costs, lengths: Lengths) -> float:
+  """Seconds of a trajectory that closes whole, its prompt included."""
+  layers = costs.teacher + 3 * costs.layers
+  tokens = lengths.tokens + lengths.prompt
+  return layers * tokens + 3 * costs.heads * lengths.entries + costs.launch
+
+
 def delays(
   whole: Costs, pieces: Costs, lengths: Lengths, step: Step
 ) -> dict[str, float]:
@@ -77,10 +84,7 @@ def delays(
   launches = pieces.launch * (lengths.turns + 1 / step.members)
   fed = (pieces.teacher + pieces.layers) * tokens + heads + launches
   late = {
-    'close': (whole.teacher + 3 * whole.layers)
-    * (lengths.tokens + lengths.prompt)
-    + 3 * whole.heads * lengths.entries
-    + whole.launch,
+    'close': whole_s(whole, lengths),
     'forward': 3 * pieces.layers * tokens + pieces.launch,
     'turn': 3 * pieces.layers * (tokens - lengths.last) + pieces.launch,
   }
@@ -135,6 +139,7 @@ class Planner:
   def __init__(self, plan: str, costs: Costs, plans: Sequence[str]):
     self._plan = plan
     self.whole = self.pieces = costs
+    self._pieces_measured = False
     self._plans = ('close', *plans)
     names = [field.name for field in dataclasses.fields(Lengths)]
     self._means = {name: _Mean() for name in names}
@@ -146,15 +151,9 @@ class Planner:
       return self._plan
     if ended or self._step is None:
       return 'close'  # no time to fill is left, or known
-    lengths = self.expected(trajectory)
+    lengths = self._mean_lengths() or lengths_of(trajectory)
     found = delays(self.whole, self.pieces, lengths, self._step)
     return min(self._plans, key=lambda plan: found[plan])
-
-  def expected(self, trajectory: Trajectory | None) -> Lengths:
-    """Means of those that have ended, or this one's as far as it is."""
-    if self._means['tokens'].value is None:
-      return lengths_of(trajectory)
-    return Lengths(**{k: mean.value for k, mean in self._means.items()})
 
   def ended(self, trajectory: Trajectory) -> None:
     """Takes in the lengths of a trajectory."""
@@ -174,23 +173,30 @@ class Planner:
       first_s: seconds from its start until the first trajectory ended.
       rollout_s: until the last one did.
     """
-    if self._means['tokens'].value is None:
+    lengths = self._mean_lengths()
+    if lengths is None:
       return
-    step = Step(trajectories, members)
-    lengths = self.expected(None)
-    close = delays(self.whole, self.pieces, lengths, step)['close']
+    close = whole_s(self.whole, lengths)
     # Work that closes whole can start with the first that ends.
     spare = max(rollout_s / trajectories - close, first_s / trajectories)
-    self._step = dataclasses.replace(step, spare_s=spare)
+    self._step = Step(trajectories, members, spare)
 
   def measured(self, whole: bool, seconds: float, expected_s: float) -> None:
     """Scales costs by what a launch took, to what they said."""
     if expected_s > 0:
-      factor = max(1 + 0.1 * (seconds / expected_s - 1), 0.5)
+      ratio = min(max(seconds / expected_s, 0.1), 10.0)
+      factor = 1 + 0.1 * (ratio - 1)
       if whole:
         self.whole = self.whole.scaled(factor)
-      else:
+      # As far as nothing else is known, the machine is as fast for pieces.
+      if not whole or not self._pieces_measured:
         self.pieces = self.pieces.scaled(factor)
+      self._pieces_measured |= not whole
+
+  def _mean_lengths(self) -> Lengths | None:
+    """Means of the trajectories that have ended; None before the first."""
+    means = {name: mean.value for name, mean in self._means.items()}
+    return None if means['tokens'] is None else Lengths(**means)
 
 
 def lengths_of(trajectory: Trajectory) -> Lengths:
