@@ -6,8 +6,8 @@
 Hardware: 2 CPU cores, 10 GiB of memory, 24 minutes. Validation accuracy (60
 prompts, greedy): 0.00 before, 0.17 after the warm start, 0.45 after GRPO.
 
-The warm start is short on purpose: where few of a group succeed, GRPO lives on
-its successes, and 64 trajectories a step are enough.
+The warm start is short on purpose: after five steps of it (0.57), seven steps
+of GRPO at a learning rate of 2e-6 gave 0.58.
 """
 
 import ml_collections

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip('bfcl_eval')
 pytest.importorskip('mpmath')
 
-from thundersync_jax.envs import bfcl, bfcl_services, tool_loop  # noqa: E402
+from thundersync_jax.envs import bfcl, bfcl_services, folds  # noqa: E402
 
 TASK = {'key': 'multi_turn_base_0', 'category': 'base'}
 MATHS = {'key': 'multi_turn_base_60', 'category': 'base'}
@@ -32,7 +32,7 @@ def test_gold_paths_win_and_silence_does_not(category):
   args = {'category': category, 'max_turns': 40}
   environment = bfcl.make(**args)
   keys = []
-  for fold in tool_loop.FOLDS:
+  for fold in folds.DIGITS:
     for task in list(bfcl.make_tasks(0, fold, **args))[:40]:
       keys.append(task['key'])
       assert play(environment, task).reward == 1

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from thundersync_jax.envs import (
+  folds,
   repo_repair,
   repo_tasks,
   sandbox,
   tool_calls,
-  tool_loop,
 )
 
 
@@ -50,7 +50,7 @@ def write(name, **arguments):
 
 def test_tasks_are_many_and_folds_apart():
   keys = {}
-  for fold in tool_loop.FOLDS:
+  for fold in folds.DIGITS:
     count = 3000 if fold == 'train' else 500
     drawn = tasks(count, fold=fold)
     keys[fold] = {task['key'] for task in drawn}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from thundersync_jax.envs import sql, sql_questions
+from thundersync_jax.envs import folds, sql
 
 LEVELS = [(1,), (2,), (3,), (4,), (1, 2), (1, 2, 3, 4)]
 COUNT = 300
@@ -45,7 +45,7 @@ def answer_to(query, **args):
 def test_gold_paths_win_and_no_answer_is_a_good_guess(levels):
   environment = sql.make(levels=levels)
   keys = {}
-  for fold in sql_questions.FOLDS:
+  for fold in folds.DIGITS:
     tasks = draw(fold, levels)
     keys[fold] = {task['key'] for task in tasks}
     assert all(play(environment, task).reward == 1 for task in tasks)

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from thundersync_jax.envs import (
+  folds,
   sandbox,
   terminal,
   terminal_tasks,
   tool_calls,
-  tool_loop,
 )
 
 
@@ -42,7 +42,7 @@ def bash(*commands):
 
 def test_tasks_are_many_and_folds_apart():
   keys = {}
-  for fold in tool_loop.FOLDS:
+  for fold in folds.DIGITS:
     drawn = tasks(1500, fold=fold)
     keys[fold] = {task['key'] for task in drawn}
     assert len(keys[fold]) > 1450

@@ -190,7 +190,7 @@ class Contestant:
     self._state = run.learner.init_state(run.loaded.params)
     run.agent.engine.publish(run.publish(self._state.params), 0)
     train_rl.warm_up(run, self._state)
-    self._recorder = traces.Recorder(run.agent.max_turns)
+    self.recorder = traces.Recorder(run.agent.max_turns)
     self._trained: list[Trajectory] = []
     self.measured: list[Measured] = []
 
@@ -203,11 +203,11 @@ class Contestant:
       )
       record = self.run.timeline.steps()[-1]
       trained, slots = self._trained, self.config.rollout.slots
-      self._recorder.add(record, trained, values, slots, timed)
+      self.recorder.add(record, trained, values, slots, timed)
       if timed:
         self.measured.append(
           Measured(
-            self._recorder.steps[-1],
+            self.recorder.steps[-1],
             critical_path.of_step(record, self._releases(trained)),
             values['staleness/mean_steps'],
             values['host/compilations'],
@@ -227,11 +227,7 @@ class Contestant:
       'rewards': not c.distill.teacher,
     }
     granularity = assembly.plan(c).granularity
-    return self._recorder.trace(c.schedule, granularity, settings)
-
-  def contention(self, alone: traces.Costs) -> float:
-    """What its gradients lost to rollout programs; see traces.Costs."""
-    return self._recorder.contention(alone)
+    return self.recorder.trace(c.schedule, granularity, settings)
 
   def close(self) -> None:
     """Ends its threads."""
@@ -358,7 +354,7 @@ def save(found: dict[str, Contestant], folder: pathlib.Path) -> None:
     for name, runner in found.items()
   }
   trace = found['sync'].trace()
-  contention = found['thundersync'].contention(trace.costs)
+  contention = found['thundersync'].recorder.contention(trace.costs)
   costs = dataclasses.replace(trace.costs, contention=contention)
   trace = dataclasses.replace(trace, measured=measured, costs=costs)
   traces.write(trace, folder / traces.NAME)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thundersync_jax.envs import base, bfcl_services, tool_calls, tool_loop
+from thundersync_jax.envs import base, bfcl_services, folds, tool_calls
 from thundersync_jax.envs.bfcl_services import Services
 
 CATEGORIES = ('base', 'miss_func', 'miss_param', 'long_context')
@@ -58,7 +58,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
   services, untouched, pass every check of state: it asks for nothing.
   """
   settings = base.parse_settings(Settings, 'bfcl', args)
-  tool_loop.check_fold(fold)
+  folds.check(fold)
   names = [
     name for name in bfcl_services.entries(settings.category) if _in(name, fold)
   ]
@@ -71,7 +71,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
 def _in(name: str, fold: str) -> bool:
   number = name.rsplit('_', 1)[-1]
   digest = hashlib.sha256(f'bfcl/{number}'.encode()).digest()
-  return int.from_bytes(digest[:8], 'big') % 10 in tool_loop.FOLDS[fold]
+  return int.from_bytes(digest[:8], 'big') % 10 in folds.DIGITS[fold]
 
 
 def solved_untouched(entry: dict[str, Any]) -> bool:

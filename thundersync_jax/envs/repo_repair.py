@@ -12,6 +12,7 @@ from typing import Any
 
 from thundersync_jax.envs import (
   base,
+  folds,
   repo_tasks,
   sandbox,
   sandbox_results,
@@ -58,13 +59,14 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist.
   """
   base.parse_settings(Settings, 'repo_repair', args)
-  stream = tool_loop.draws('repo_repair', seed, fold)
+  folds.check(fold)
+  stream = folds.draws('repo_repair', seed, fold)
   while True:
     drawn = repo_tasks.draw(stream)
     if drawn is None:
       continue
     key = f'{drawn.path}\n{drawn.files[drawn.path]}'
-    if tool_loop.fold_of(key) == fold:
+    if folds.of_key(key) == fold:
       task = dataclasses.asdict(drawn)
       yield {'key': key, **task, 'hidden': [list(h) for h in drawn.hidden]}
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from thundersync_jax.envs import base, java
+from thundersync_jax.envs import base, folds, java
 
 # Fold -> the method that lists its variations.
 FOLDS = {
@@ -113,10 +113,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold or a task does not exist.
   """
   settings = base.parse_settings(Settings, 'scienceworld', args)
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {sorted(FOLDS)}'
-    )
+  folds.check(fold, FOLDS)
   _checked(settings.tasks)
   tasks = [
     {

@@ -10,7 +10,6 @@ admit random() and the clock, with which members of a group differ.
 
 import collections
 import dataclasses
-import hashlib
 import math
 import random
 import re
@@ -19,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from thundersync_jax.envs import base, sql_domains, sql_questions
+from thundersync_jax.envs import base, folds, sql_domains, sql_questions
 
 _MAX_STEPS = 200_000  # of SQLite's virtual machine, a query
 _MAX_SECONDS = 2.0  # of a query whose single steps are slow
@@ -144,13 +143,8 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist.
   """
   settings = base.parse_settings(Settings, 'sql', args)
-  if fold not in sql_questions.FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of '
-      f'{sorted(sql_questions.FOLDS)}'
-    )
-  digest = hashlib.sha256(f'sql/{seed}/{fold}'.encode()).digest()
-  stream = random.Random(int.from_bytes(digest[:8], 'big'))
+  folds.check(fold)
+  stream = folds.draws('sql', seed, fold)
   while True:
     task = _draw_task(stream, fold, settings)
     if task is not None:
@@ -166,9 +160,7 @@ def _draw_task(
   domain = _domain(name)
   if level == 4 and len(domain.sheets) < 2:
     return None
-  number = stream.randrange(2**40) * 10 + stream.choice(
-    sql_questions.FOLDS[fold]
-  )
+  number = stream.randrange(2**40) * 10 + stream.choice(folds.DIGITS[fold])
   tables = sql_questions.draw_database(domain, number)
   template = stream.choice(sorted(sql_questions.TEMPLATES[level]))
   draw = sql_questions.TEMPLATES[level][template]

@@ -18,8 +18,6 @@ Table = dict[str, Any]  # {'name', 'columns': [name], 'rows': [[cell]]}
 
 # Of the four values of a column: uneven, so that no count is a good guess.
 _SHARES = (7, 3, 1, 1)
-# Fold -> last digits of its databases' numbers.
-FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,13 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from thundersync_jax.envs import base, terminal_tasks, tool_calls, tool_loop
+from thundersync_jax.envs import (
+  base,
+  folds,
+  terminal_tasks,
+  tool_calls,
+  tool_loop,
+)
 
 _FORMS = ('fenced', 'hermes')
 
@@ -44,13 +50,14 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist.
   """
   settings = base.parse_settings(Settings, 'terminal', args)
-  stream = tool_loop.draws('terminal', seed, fold)
+  folds.check(fold)
+  stream = folds.draws('terminal', seed, fold)
   while True:
     kind = stream.choice(settings.kinds)
     drawn = terminal_tasks.KINDS[kind](stream)
     state = hashlib.sha256(repr(sorted(drawn.files.items())).encode())
     key = f'{drawn.question} {state.hexdigest()[:12]}'
-    if tool_loop.fold_of(key) == fold:
+    if folds.of_key(key) == fold:
       yield {'key': key, 'kind': kind, **dataclasses.asdict(drawn)}
 
 

@@ -13,12 +13,11 @@ import importlib
 import itertools
 import json
 import pathlib
-import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from thundersync_jax.envs import base, java
+from thundersync_jax.envs import base, folds, java
 
 # Fold -> name in the package, and its method that lists the fold's seeds.
 FOLDS = {
@@ -124,10 +123,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
     ValueError: if the fold does not exist, or the game refuses an argument.
   """
   settings = base.parse_settings(Settings, 'textworld', args)
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {sorted(FOLDS)}'
-    )
+  folds.check(fold, FOLDS)
   pool = simulators(settings.processes)
   simulator = pool.lease()
   try:
@@ -139,8 +135,7 @@ def make_tasks(seed: int, fold: str, **args: Any) -> Iterator[dict[str, Any]]:
 
 
 def _seeds(simulator: java.Simulator, seed: int, fold: str) -> Iterator[int]:
-  digest = hashlib.sha256(f'textworld/{seed}/{fold}'.encode()).digest()
-  stream = random.Random(int.from_bytes(digest[:8], 'big'))
+  stream = folds.draws('textworld', seed, fold)
   seeds = sorted(simulator.call(FOLDS[fold][1]))
   stream.shuffle(seeds)
   if fold != 'train':

@@ -1,4 +1,4 @@
-"""What tasks with tools in a sandbox share: folds, settings, and the turn loop.
+"""What tasks with tools in a sandbox share: settings and the turn loop.
 
   files of the task -> sandbox;  text -> calls -> outputs -> observation
   'done', or the last turn -> reward
@@ -7,41 +7,12 @@ A family says what its tools do and how the end is graded.
 """
 
 import abc
-import hashlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
 from thundersync_jax.envs import base, sandbox, tool_calls
 
-# Fold -> last digits of its tasks' digests.
-FOLDS = {'train': range(8), 'validation': range(8, 9), 'test': range(9, 10)}
 _MAX_CALLS = 4  # of one turn that are run
-
-
-def fold_of(key: str) -> str:
-  """The fold that a task of this key belongs to."""
-  digit = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 10
-  return next(fold for fold, digits in FOLDS.items() if digit in digits)
-
-
-def check_fold(fold: str) -> None:
-  """Raises ValueError if the fold does not exist."""
-  if fold not in FOLDS:
-    raise ValueError(
-      f'fold={fold!r} does not exist; choose one of {list(FOLDS)}'
-    )
-
-
-def draws(family: str, seed: int, fold: str) -> random.Random:
-  """The stream of random numbers that the tasks of a fold are drawn from.
-
-  Raises:
-    ValueError: if the fold does not exist.
-  """
-  check_fold(fold)
-  digest = hashlib.sha256(f'{family}/{seed}/{fold}'.encode()).digest()
-  return random.Random(int.from_bytes(digest[:8], 'big'))
 
 
 def check_settings(settings: Any, forms: tuple[str, ...]) -> None:

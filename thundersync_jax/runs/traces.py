@@ -19,6 +19,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from absl import logging
+
 from thundersync_jax.runs import timeline as timeline_lib
 from thundersync_jax.types import Trajectory
 
@@ -221,7 +223,13 @@ class Recorder:
     union = timeline_lib.union_s
     beside = union(learner) + union(rollout) - union(learner + rollout)
     lost = (union(learner) - expected) / beside if beside else 0.0
-    return min(max(lost, 0.0), 1.0)  # above 1 something else disturbed them
+    if lost > 1.0:
+      logging.warning(
+        'gradients lost %.1f s for each second of a rollout program beside '
+        'them: above 1 something else disturbed them, so 1 is taken',
+        lost,
+      )
+    return min(max(lost, 0.0), 1.0)
 
   def trace(
     self, schedule: str, granularity: str, settings: dict[str, Any]

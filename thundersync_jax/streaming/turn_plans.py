@@ -121,9 +121,9 @@ class _Mean:
 
   value: float | None = None
 
-  def add(self, x: float, rate: float = 0.05) -> None:
+  def add(self, x: float) -> None:
     self.value = (
-      x if self.value is None else self.value + rate * (x - self.value)
+      x if self.value is None else self.value + 0.05 * (x - self.value)
     )
 
 
